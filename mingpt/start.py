@@ -53,7 +53,7 @@ def code_digests(root: Path = ROOT) -> dict[str, str]:
     scripts = [root / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
     digests = {}
     for file in [*scripts, *sorted(root.glob("mingpt/**/*.py"))]:
-        if file.name[0] != "." and file.is_file():  # an editor's lock is a hidden link that leads nowhere
+        if file.is_file():  # an editor's lock is a link that leads nowhere
             digests[file.relative_to(root).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     return digests
 
@@ -139,10 +139,10 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
         if found != known and not may_differ:
             new = set(found) - set(known)
             difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
-            advice = f"the vocabulary of this run; use the same text or tokenizer.json, or {NEW_RUN}"
-            if is_new:
-                advice = "the vocabulary of trainer.init_from; give data/prepare.py its tokenizer.json, or leave it out"
-            raise UserError(f"data.path: {difference} {advice}")
+            raise UserError(
+                f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
+                f"tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
+            )
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 

@@ -244,7 +244,6 @@ def test_the_code_digests_cover_the_library_and_the_scripts_that_train(tmp_path:
     for script in ("main.py", "trainer.py", "model.py", "char_dataset.py", "sample.py"):
         shutil.copy(ROOT / script, tmp_path)
     (tmp_path / "mingpt/.#start.py").symlink_to("user@host.1234:5678")  # a lock of Emacs
-    (tmp_path / "mingpt/._start.py").write_bytes(b"")  # a resource fork of macOS
     (tmp_path / "mingpt/old.py").mkdir()
     before = code_digests(tmp_path)
     assert before == code_digests()

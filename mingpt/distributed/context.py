@@ -14,14 +14,12 @@ from torch import Tensor
 
 from mingpt.config.schema import DistributedConfig
 from mingpt.distributed.agreement import RankGroup, all_gather_object, check_equal, shared_errors
-from mingpt.distributed.launcher import RankInfo, number_in
+from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import machine_id
-from mingpt.errors import UserError
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
 from mingpt.system.torch_versions import all_gather_single
 
-CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
     "with --distributed.backend gloo"
@@ -35,14 +33,14 @@ class DistributedContext(RankGroup):
         info: ranks from the launcher
 
     Raises:
-        UserError: on all ranks, if only some of them have a GPU, two use the same GPU, or nccl does not have one.
+        UserError: on all ranks, if only some of them have a GPU, or nccl does not have one.
     """
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
 
     def __init__(self, info: RankInfo, config: DistributedConfig) -> None:
         super().__init__(info.rank, info.world_size)
-        self.restart_count = number_in(os.environ, "TORCHELASTIC_RESTART_COUNT")  # set by torchrun
+        self.restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # set by torchrun
         self.timeout = timedelta(seconds=config.timeout_seconds)
         machine = machine_id()
         machines = all_gather_object(self, machine)
@@ -53,21 +51,7 @@ class DistributedContext(RankGroup):
             self.device = choose_device(config.backend, self.local_rank, self.world_size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            if dist.group.WORLD is not None:
-                self._extend_timeout(dist.group.WORLD)
         check_equal(self, {"the kind of device": self.device.type}, advice=DEVICE_ADVICE)
-        self._check_gpus()
-
-    def _check_gpus(self) -> None:
-        """Raises a UserError on all ranks if two of them have the same GPU, which NCCL refuses."""
-        if self.device.type != "cuda":
-            return
-        gpus = set(all_gather_object(self, str(torch.cuda.get_device_properties(self.device).uuid)))
-        if len(gpus) < self.world_size:
-            raise UserError(
-                f"{self.world_size} processes, but only {len(gpus)} GPU(s); start at most one process per GPU "
-                "(--nproc_per_node), or train on the CPU with --distributed.backend gloo"
-            )
 
     def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
@@ -75,8 +59,6 @@ class DistributedContext(RankGroup):
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                if self.device.type == "cuda":
-                    self._extend_timeout(group)
                 context.rank = ranks.index(self.rank)
                 context.world_size = len(ranks)
                 context.group = group
@@ -88,14 +70,6 @@ class DistributedContext(RankGroup):
         if self.world_size == 1:
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
-
-    def _extend_timeout(self, group: dist.ProcessGroup) -> None:
-        """Sets a longer timeout for NCCL, so that a collective on the CPU, such as the flags of each step, fails first.
-
-        gloo raises an exception, after which ranks find out which one is dead. NCCL's watchdog ends the process
-        (handleException in ProcessGroupNCCL.cpp).
-        """
-        group._get_backend(torch.device("cuda")).set_timeout(self.timeout + CUDA_EXTRA_TIMEOUT)
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
@@ -127,13 +101,13 @@ class DistributedContext(RankGroup):
         """
         flags = StepFlags(signal, is_save_due, num_targets)
         if self.world_size == 1:
-            return PendingFlags(flags)
+            return PendingFlags(torch.tensor(flags))
         # If ranks wait for one that hangs, all of them show where they are.
         faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)
         mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)
-        return PendingFlags(flags, rows, work)
+        return PendingFlags(rows, work)
 
 
 class StepFlags(NamedTuple):
@@ -156,21 +130,18 @@ class PendingFlags:
     They are exchanged on the CPU by gloo, so `wait` does not wait for a GPU.
 
     Args:
-        flags: this rank's flags
         rows: flags of each rank; filled when `work` is done
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, flags: StepFlags, rows: Tensor | None = None, work: dist.Work | None = None) -> None:
-        self.flags = flags
+    def __init__(self, rows: Tensor, work: dist.Work | None = None) -> None:
         self.rows = rows
         self.work = work
 
     def wait(self) -> StepFlags:
         """Returns the flags of all ranks together."""
-        if self.work is not None and self.rows is not None:
+        if self.work is not None:
             self.work.wait()
             self.work = None
-            signals, saves, counts = self.rows.view(-1, len(self.flags)).T.tolist()
-            self.flags = StepFlags(max(signals), any(saves), sum(counts))
-        return self.flags
+        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
+        return StepFlags(max(signals), any(saves), sum(counts))

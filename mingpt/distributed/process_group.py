@@ -1,7 +1,6 @@
 """The process group of a run: connects ranks, names the ranks that have caused an error, and destroys the group."""
 
 import faulthandler
-import os
 import platform
 import threading
 import time
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.launcher import RankInfo, restart_hint
+from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous, resolve_init_method, select_gloo_interface, uses_agent_store
 from mingpt.errors import PeerError, UserError
 from mingpt.monitoring.logging import logger, set_reporter
@@ -52,17 +51,13 @@ def process_group(config: Config, info: RankInfo) -> Iterator[DistributedContext
         yield DistributedContext(info, config.distributed)
     except Exception as error:
         if info.world_size > 1 and (cause := explain(dist.PrefixStore("errors", store), info, error)):
-            raise PeerError(cause + restart_hint(os.environ)) from error
+            raise PeerError(f"{cause}; the same command resumes") from error
         raise
     destroy_process_group()
 
 
 def connect(config: Config, info: RankInfo) -> dist.Store:
     """Returns the store of the ranks of this start; raises a UserError if they did not connect."""
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        # DETAIL wraps gloo in a backend that compares collectives. DDP's logger mistakes the wrapper for gloo and
-        # crashes (torch 2.13: Logger::set_env_variables in logger.cpp).
-        dist.set_debug_level(dist.DebugLevel.INFO)
     init_method = resolve_init_method(info, config.distributed.init_method)
     seconds = config.distributed.timeout_seconds
     # A timer, because a TCPStore waits for rank 0 in C++. With torchrun, the agents wait for each other instead.

@@ -38,7 +38,7 @@ def raise_user_error(problem: str, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{problem}: {str(error) or type(error).__name__}; {advice}") from error
+        raise UserError(f"{problem}: {error}; {advice}") from error
 
 
 def snapshot_name(step: int) -> str:

@@ -35,16 +35,11 @@ GELU_APPROXIMATE = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "no
 SUPPORTED: dict[str, list[Any]] = {
     "model_type": list(SHAPES),
     "activation_function": list(GELU_APPROXIMATE),
-    "scale_attn_weights": [True],
     "scale_attn_by_inverse_layer_idx": [False],
-    "add_cross_attention": [False],
-    "layer_norm_epsilon": [1e-5],
     "hidden_act": ["relu2"],
     "rms_norm_eps": [RMS_NORM_EPS],
     "final_logit_softcapping": [LOGIT_CAP],
     "rope_theta": [ROTARY_BASE],
-    "rope_type": ["default"],
-    "attention_bias": [False],
 }
 
 
@@ -129,8 +124,7 @@ def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], 
     _check(config, SUPPORTED, source)
     architecture = config["model_type"]
     n_layer, n_head, n_embd, block_size = (config[key] for key in SHAPES[architecture])
-    sizes = {"n_inner": [None, 4 * n_embd], "intermediate_size": [4 * n_embd], "num_key_value_heads": [None, n_head]}
-    _check(config, sizes | {"tie_word_embeddings": [architecture == "gpt2"]}, source)
+    _check(config, {"tie_word_embeddings": [architecture == "gpt2"]}, source)
     gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")] if architecture == "gpt2" else "none"
     section = {"architecture": architecture, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
     return asdict(ModelConfig()) | section | {"gelu_approximate": gelu}, block_size

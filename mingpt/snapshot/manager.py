@@ -47,7 +47,8 @@ class Save(NamedTuple):
     """A snapshot that a thread writes or uploads; the exception of `future` is why that has failed."""
 
     header: dict[str, Any]
-    is_scheduled_write: bool  # metrics.jsonl gets a row
+    is_flushed: bool  # if it fails, there is a warning; the others are too many
+    is_scheduled: bool  # metrics.jsonl gets a row
     future: Future[None]
 
 
@@ -86,7 +87,6 @@ class SnapshotManager:
         self.newest_write.set_result(None)
         self.newest_upload = self.newest_write
         self.saves: list[Save] = []  # until `log_ended` removes them
-        self.is_failing = False  # whether the newest write that has ended has failed
         self.overhead = config.trainer.save_overhead
         self.cost = 0.0  # seconds that the newest save has taken from training
         self.saved_at = time.monotonic()
@@ -168,7 +168,7 @@ class SnapshotManager:
             snapshot = header | {"model": model, "optimizer": optimizer}
             cost = time.perf_counter() - began
             self.newest_write = self.writer.submit(self._write, snapshot, is_flushed, cost)
-            self.saves.append(Save(header, is_scheduled, self.newest_write))
+            self.saves.append(Save(header, is_flushed, is_scheduled, self.newest_write))
         self.saved_at = time.monotonic()
 
     def _write(self, snapshot: dict[str, Any], is_flushed: bool, cost: float) -> None:
@@ -194,14 +194,14 @@ class SnapshotManager:
         has_begun = self.newest_upload.running() or self.newest_upload.done()  # otherwise, it will do
         if self.mirror is not None and self.header and has_begun:
             self.newest_upload = self.uploader.submit(self._sync)
-            self.saves.append(Save(self.header, False, self.newest_upload))
+            self.saves.append(Save(self.header, True, False, self.newest_upload))
 
     def _sync(self) -> None:
         if self.mirror is not None:
             sync(self.folder, self.mirror, self.header["step"], self.header["best"]["step"])
 
     def log_ended(self, log: RunLog, is_last: bool) -> None:
-        """Logs the saves that have ended since the last call, and warns of those that have failed.
+        """Logs the saves that have ended since the last call, and warns of flushed ones that have failed.
 
         Args:
             is_last: whether the run ends, and reports errors itself
@@ -215,10 +215,9 @@ class SnapshotManager:
             error = save.future.exception()
             if not isinstance(error, UserError | None):
                 raise error
-            if error is not None and not is_last and not (self.is_failing and not save.is_scheduled_write):
+            if error is not None and not is_last and save.is_flushed:
                 logger.warning(f"step {step}: {error}; training continues, and the next save tries again")
-            self.is_failing = error is not None
-            if save.is_scheduled_write:
+            if save.is_scheduled:
                 row = {"path": self.folder.file(step), "val_loss": save.header["val_loss"]}
                 log.write("snapshot", step, **({"error": str(error)} if error else row))
 
@@ -245,6 +244,8 @@ class SnapshotManager:
             logger.info(f"waiting for the upload of snapshots to {self.mirror.path}")
         self.wait(self.newest_upload)
         with shared_errors(self.context):  # the last collective, where other ranks wait for a rank that hangs
+            if self.lock is not None:
+                self.lock.check()
             if error := self.newest_write.exception() or self.newest_upload.exception():
                 message = f"not all snapshots could be saved: {error}. Fix this and run the same command"
                 if is_complete or self.newest_write.exception():

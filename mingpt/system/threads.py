@@ -29,7 +29,7 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
 
 
 def _threads_for_this_machine(local_world_size: int) -> tuple[int, str]:
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has a number for each nested level
+    asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal():
         return max(1, int(asked)), "OMP_NUM_THREADS"
     cores = float(len(available_cores()))

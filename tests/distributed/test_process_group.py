@@ -36,7 +36,7 @@ def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count
     assert max(sizes) == context.max_shard_size(count)
 
 
-def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
+def test_ranks_share_values_and_errors(tmp_path: Path) -> None:
     run_ranks(3, _collectives, tmp_path=tmp_path)
 
 
@@ -64,12 +64,6 @@ def _check_collectives(context: DistributedContext) -> None:
     second = context.begin_step(15 if rank == 2 else 0, False, 7)
     assert [first.wait(), second.wait()] == [(0, True, 30), (15, False, 21)]
     assert first.wait() == (0, True, 30)
-    for gpus, devices in (
-        (["abc"] * 3, ["cuda:0", "cuda:1", "cuda:2"]),
-        (["a", "b", "c"], ["cuda:0"] * 3),  # a possible configuration of srun
-        (["a"] * 3, ["3 processes, but only 1 GPU(s)"] * 3),
-    ):
-        assert all_gather_object(context, _device(context, gpus[rank])) == devices
     raise ZeroDivisionError
 
 
@@ -84,16 +78,6 @@ def _simulate_gpus(patch: pytest.MonkeyPatch, uuids: str) -> None:
     patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     patch.setattr(torch.cuda, "set_device", lambda device: None)
-
-
-def _device(context: DistributedContext, gpus: str) -> str:
-    """Returns the device of a rank that sees these GPUs, or the start of the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        _simulate_gpus(patch, gpus)
-        try:
-            return str(DistributedContext(RankInfo(context.rank, context.world_size), DistributedConfig()).device)
-        except UserError as error:
-            return str(error).split("; start at most ")[0]
 
 
 def test_a_rank_without_gpu_among_others_is_named_by_one_message(text: Path, tmp_path: Path) -> None:
@@ -141,7 +125,7 @@ def test_a_rank_says_that_it_waits(
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_of_three_launchers_meet_and_debug_detail_is_lowered(text: Path, tmp_path: Path) -> None:
+def test_ranks_of_three_launchers_meet(text: Path, tmp_path: Path) -> None:
     """All other tests use file://."""
     ports = [free_port() for _ in range(3)]
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -159,7 +143,6 @@ def test_ranks_of_three_launchers_meet_and_debug_detail_is_lowered(text: Path, t
 
 
 def _run_with_variables(runs: list[tuple[dict[str, str], list[str]]]) -> list[tuple[int, str]]:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
     rank, results = os.environ.pop("RANK"), []
     del os.environ["WORLD_SIZE"]
     for env, argv in runs:
@@ -212,7 +195,6 @@ def _check_hosts() -> None:
     assert hosts
     assert not hosts & {"0.0.0.0", "::"}
     psutil.boot_time = lambda: float(os.environ["RANK"])  # like two containers
-    with open_process_group(
-        init_method=f"{os.environ['TEST_INIT_METHOD']}-2"
-    ) as context:  # started by hand without LOCAL_RANK
+    again = f"{os.environ['TEST_INIT_METHOD']}-2"
+    with open_process_group(init_method=again) as context:  # started by hand without LOCAL_RANK
         assert (context.local_rank, context.local_world_size) == (0, 1)

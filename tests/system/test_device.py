@@ -150,7 +150,7 @@ def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
         ("auto", 9, None, "", 1, "auto: 8 cores / 9 ranks"),
         ("auto", 2, None, "two", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, None, "16,2", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
         ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
         ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
         ("auto", 2, 3, "1", 3, not_omp),

@@ -65,8 +65,8 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path) -> No
     descriptor = take(tmp_path)
     os.close(take(tmp_path / "other"))
     message = (
-        f"trainer.run_dir: process {os.getpid()} on {platform.node()} is training in {tmp_path}; wait for it, stop it (a "
-        "Trainer in a notebook by its `close()`), or set another trainer.run_dir; if it is lost, delete "
+        f"trainer.run_dir: process {os.getpid()} on {platform.node()} is training in {tmp_path}; wait for it, stop it "
+        "(a Trainer in a notebook by its `close()`), or set another trainer.run_dir; if it is lost, delete "
         f"{tmp_path}/.lock"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
@@ -148,6 +148,10 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(tmp_path: Path) -> Non
     os.close(take(folder))
     assert len(os.listdir("/proc/self/fd")) == before
     assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folder}/snapshots/step_00000001.pt")
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
