@@ -162,7 +162,7 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files
 def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(folder: SnapshotFolder, tmp_path: Path) -> None:
     write(folder, 1)
     (tmp_path / "step_00000002.pt").mkdir()
-    with pytest.raises(UserError, match=r"2\.pt can't be read: .*not a regular file.*; make it readable, move "):
+    with pytest.raises(UserError, match=r"2\.pt can't be read: .*Is a directory.*; make it readable, or move "):
         folder.load_newest()
 
 

@@ -129,7 +129,9 @@ def test_a_snapshot_without_weights_that_fit_is_refused(trained: Path, run_dir: 
 def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
     """The scaler's state is restored if the snapshot has one."""
     argvs = [
-        run_args(run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps)
+        run_args(
+            run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps, trainer__save_every=1
+        )
         for precision, steps in (("fp16", 7), ("fp16", 8), ("fp32", 9))
     ]
     [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
