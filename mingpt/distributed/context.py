@@ -103,7 +103,7 @@ class DistributedContext(RankGroup):
         if self.world_size == 1:
             return PendingFlags(torch.tensor(flags))
         # If ranks wait for one that hangs, all of them show where they are.
-        faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)  # type: ignore[arg-type]
         mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)

@@ -58,7 +58,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     with raise_user_error(f"{option}: {path} can't be loaded", advice):
         fs, name = fsspec.url_to_fs(path)
         if os.path.isfile(f"{path}/config.json"):
-            snapshot = load_folder(Path(path), option)
+            snapshot: dict[str, Any] | None = load_folder(Path(path), option)
         elif fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
         else:

@@ -128,12 +128,9 @@ def test_a_snapshot_without_weights_that_fit_is_refused(trained: Path, run_dir: 
 
 def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
     """The scaler's state is restored if the snapshot has one."""
-    argvs = [
-        run_args(
-            run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps, trainer__save_every=1
-        )
-        for precision, steps in (("fp16", 7), ("fp16", 8), ("fp32", 9))
-    ]
+    argv = run_args(run_dir, trained / "text.txt", trainer__save_every=1)
+    starts = (("fp16", "7"), ("fp16", "8"), ("fp32", "9"))
+    argvs = [[*argv, "--trainer.precision", precision, "--trainer.max_steps", steps] for precision, steps in starts]
     [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
     assert all((status, err) == (0, "") for status, _, err in results), results
     scalers = [load_snapshot(f"{run_dir}/snapshots/step_{step:08}.pt")["scaler"] for step in (7, 8, 9)]
