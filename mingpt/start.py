@@ -68,15 +68,12 @@ def write_default_text(config: Config) -> None:
     is_default = config.data.path == DataConfig().path and ROOT.samefile(".")
     if not is_default or path.exists():
         return
-    try:
-        from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, for this text only
+    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, for this text only
 
-        paragraphs = "\n\n".join(topics.values()).split("\n\n")
-        text = "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if not paragraph.startswith(" ")))
-        path.parent.mkdir(exist_ok=True)
-        replace_file(path, text)
-    except (ImportError, OSError) as error:  # some distributions of Python leave the topics out
-        raise UserError(f"data.path: {path} can't be written: {error}; name another text") from error
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    text = "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if not paragraph.startswith(" ")))
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, text)
     logger.info(f"{path}: help topics of Python {platform.python_version()}, {len(text):,} characters")
 
 

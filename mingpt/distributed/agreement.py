@@ -24,10 +24,11 @@ class RankGroup:
         group: their process group; None: all ranks, or a single process, which needs no process group
     """
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.group = group
 
 
 def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -> R:

@@ -5,7 +5,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -94,27 +94,31 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
 
     def find_cause() -> None:
         nonlocal cause
-        store.set(f"error/{info.rank}", summary)
-        if not is_backend_error:
-            return
-        if not store.check(["cause"]):  # the error may be the consequence of another one
-            time.sleep(ERROR_SECONDS)
-            ranks = range(info.world_size)
-            errors = {rank: store.get(f"error/{rank}").decode() for rank in ranks if store.check([f"error/{rank}"])}
-            silent = [str(rank) for rank in ranks if rank not in errors]
-            failed = [f"rank {rank} failed: {other}" for rank, other in errors.items() if other]
-            missing = f"rank {', '.join(silent)}: dead, stopped, cut off or hanging, or waiting for such a rank"
-            store.compare_set("cause", "", "; ".join(failed) or (missing if silent else str(error)))
-        cause = store.get("cause").decode()
-        of_machine = range(info.rank - (info.local_rank or 0), info.rank)
-        set_reporter(not any(store.check([f"error/{rank}"]) for rank in of_machine))
-        if info.rank == 0:  # it may host the store, which other ranks read a moment later
-            time.sleep(ERROR_SECONDS)
+        with suppress(RuntimeError, OSError):  # the store has ended
+            store.set(f"error/{info.rank}", summary)
+            if is_backend_error:
+                cause = _find_cause(store, info, error)
+                if info.rank == 0:  # it may host the store, which other ranks read a moment later
+                    time.sleep(ERROR_SECONDS)
 
     thread = threading.Thread(target=find_cause, daemon=True)  # a request to a stopped process blocks forever
     thread.start()
     thread.join(2 * ERROR_SECONDS + ANSWER_SECONDS)
     return cause if is_backend_error else ""
+
+
+def _find_cause(store: dist.Store, info: RankInfo, error: Exception) -> str:
+    if not store.check(["cause"]):  # the error may be the consequence of another one
+        time.sleep(ERROR_SECONDS)
+        ranks = range(info.world_size)
+        errors = {rank: store.get(f"error/{rank}").decode() for rank in ranks if store.check([f"error/{rank}"])}
+        silent = [str(rank) for rank in ranks if rank not in errors]
+        failed = [f"rank {rank} failed: {other}" for rank, other in errors.items() if other]
+        missing = f"rank {', '.join(silent)}: dead, stopped, cut off or hanging, or waiting for such a rank"
+        store.compare_set("cause", "", "; ".join(failed) or (missing if silent else str(error)))
+    of_machine = range(info.rank - (info.local_rank or 0), info.rank)
+    set_reporter(not any(store.check([f"error/{rank}"]) for rank in of_machine))
+    return store.get("cause").decode()
 
 
 def destroy_process_group() -> None:

@@ -1,7 +1,6 @@
 """Lists snapshots with fingerprints for comparing runs: python -m mingpt.snapshot PATH."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         except FileNotFoundError:  # a run that is training has deleted it
             continue
         except (DamagedSnapshotError, OSError, UserError) as error:
-            print(f"{os.path.basename(file)}  DAMAGED: {error}")
+            print(f"{file}  DAMAGED: {error}")
             status = 1
             continue
         val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"

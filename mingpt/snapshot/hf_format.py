@@ -124,7 +124,6 @@ def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], 
     _check(config, SUPPORTED, source)
     architecture = config["model_type"]
     n_layer, n_head, n_embd, block_size = (config[key] for key in SHAPES[architecture])
-    _check(config, {"tie_word_embeddings": [architecture == "gpt2"]}, source)
     gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")] if architecture == "gpt2" else "none"
     section = {"architecture": architecture, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
     return asdict(ModelConfig()) | section | {"gelu_approximate": gelu}, block_size

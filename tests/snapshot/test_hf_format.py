@@ -159,7 +159,6 @@ def test_other_tokens_than_those_of_the_weights_are_refused(tmp_path: Path) -> N
 
 
 CASES = [
-    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings false, must be true"),
     ("gpt2", {"activation_function": "relu"}, 'activation_function "relu", must be "gelu_new" or'),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true, must be false"),
     (
