@@ -10,7 +10,7 @@ from torch import Tensor, cat, device
 
 from mingpt.config.schema import GPTConfig, ModelConfig
 from mingpt.errors import UserError
-from mingpt.nn.layers import LOGIT_CAP, RMS_NORM_EPS, ROTARY_BASE
+from mingpt.nn.layers import LOGIT_CAP, ROTARY_BASE
 from mingpt.text.files import readable
 from mingpt.text.tokenizer import parse_tokenizer
 from model import GPT
@@ -37,7 +37,6 @@ SUPPORTED: dict[str, list[Any]] = {
     "activation_function": list(GELU_APPROXIMATE),
     "scale_attn_by_inverse_layer_idx": [False],
     "hidden_act": ["relu2"],
-    "rms_norm_eps": [RMS_NORM_EPS],
     "final_logit_softcapping": [LOGIT_CAP],
     "rope_theta": [ROTARY_BASE],
 }
