@@ -191,8 +191,8 @@ class SnapshotManager:
 
     def _upload(self) -> None:
         """Starts to upload what the mirror lacks, if there is a mirror."""
-        has_begun = self.newest_upload.running() or self.newest_upload.done()  # otherwise, it will do
-        if self.mirror is not None and self.header and has_begun:
+        # One that has not begun will do.
+        if self.mirror and self.header and (self.newest_upload.running() or self.newest_upload.done()):
             self.newest_upload = self.uploader.submit(self._sync)
             self.saves.append(Save(self.header, True, False, self.newest_upload))
 
