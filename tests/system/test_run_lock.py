@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_warned_of(
     monkeypatch.setattr(lock.fcntl, "flock", Mock(side_effect=OSError(95, "Operation not supported")))
     os.close(take(tmp_path))
     assert caplog.messages == [
-        f"{tmp_path}/{LOCK_NAME} can't be locked: Operation not supported; let no other process train there"
+        f"{tmp_path}/{LOCK_NAME} can't be locked: Operation not supported; make sure that no other process trains there"
     ]
 
 
