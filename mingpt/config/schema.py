@@ -169,7 +169,7 @@ class TrainerConfig:
     """autocast dtype: fp32, bf16, fp16 (CUDA only); auto: bf16 or fp16 where hardware is faster in it"""
 
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads per rank; auto: OMP_NUM_THREADS, else cores or CPU quota divided by local ranks"""
+    """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota divided by local ranks"""
 
     compile: bool = False
     """compile the model with torch.compile; takes about a minute at the first start"""

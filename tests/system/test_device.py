@@ -145,18 +145,17 @@ def test_the_keys_that_exclude_fp16_have_another_precision() -> None:
 
 
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_omp = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS)"
-    for requested, ranks, saved, omp, expected, reason in [
-        ("auto", 1, None, None, 8, "auto: 8 cores / 1 ranks"),
-        ("auto", 9, None, "", 1, "auto: 8 cores / 9 ranks"),
-        ("auto", 2, None, "two", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, None, "16", 16, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, 4, None, 4, "auto: kept from the snapshot"),
-        ("auto", 2, 3, "3", 3, "auto: kept from the snapshot"),
-        ("auto", 2, 3, "1", 3, not_omp),
-        (5, 2, 3, "1", 5, "as "),
+    for requested, ranks, busy, saved, omp, expected, reason in [
+        ("auto", 1, 0.0, None, None, 8, "auto: 8 idle cores / 1 ranks"),
+        ("auto", 9, 0.0, None, "", 1, "auto: 8 idle cores / 9 ranks"),
+        ("auto", 2, 25.0, None, "two", 3, "auto: 6 idle cores / 2 ranks"),
+        ("auto", 2, 99.0, None, None, 1, "auto: 0 idle cores / 2 ranks"),
+        ("auto", 2, 0.0, None, "16", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, 0.0, 3, "1", 3, "auto: kept from the snapshot"),
+        (5, 2, 0.0, 3, "1", 5, "as configured"),
     ]:
         set_hardware()
+        monkeypatch.setattr("psutil.cpu_percent", lambda seconds, percpu, busy=busy: [busy] * 99)
         if omp is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", omp)
         threads, found = choose_threads(requested, ranks, saved)
