@@ -15,7 +15,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous, resolve_init_method, select_gloo_interface, uses_agent_store
 from mingpt.errors import PeerError, UserError
-from mingpt.monitoring.logging import logger, set_reporter
+from mingpt.monitoring.logging import is_reporter, logger, set_reporter
 from mingpt.system.device import use_cuda
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
@@ -91,6 +91,8 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
     )
     summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     cause = f"rank 0 has ended, or does not answer: {error}"
+
+    set_reporter(is_backend_error or is_reporter())  # each rank, unless the store answers
 
     def find_cause() -> None:
         nonlocal cause
