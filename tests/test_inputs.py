@@ -19,7 +19,6 @@ from main import main
 from mingpt.config.conflicts import find_start_conflicts
 from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
-from mingpt.distributed import network
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
 from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
@@ -124,7 +123,6 @@ STARTS = [
 @pytest.fixture
 def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Runs main.py with a small configuration, a yaml, and options after variables. Returns its one message."""
-    monkeypatch.setattr(network, "RESOLVE_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     values = SMALL_CONFIG | {"data.path": text, "trainer.run_dir": "run", "trainer.max_steps": 1}

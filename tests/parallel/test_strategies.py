@@ -109,7 +109,6 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
             assert max_relative_error(losses, expected) < 1e-5, run
 
 
-@pytest.mark.slow
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of `_on_two_ranks`, by rank."""
