@@ -40,7 +40,7 @@ class DistributedContext(RankGroup):
 
     def __init__(self, info: RankInfo, config: DistributedConfig) -> None:
         super().__init__(info.rank, info.world_size)
-        self.restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # set by torchrun
+        self.restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # set by torchrun
         self.timeout = timedelta(seconds=config.timeout_seconds)
         machine = machine_id()
         machines = all_gather_object(self, machine)
