@@ -31,16 +31,9 @@ from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
 from mingpt.snapshot.format import FORMAT_VERSION, Best
 from mingpt.snapshot.manager import SnapshotManager
-from mingpt.start import (
-    adopt_snapshot,
-    build_model,
-    code_digests,
-    initial_weights,
-    load_corpus,
-    lock_run,
-    prepare_run,
-)
+from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, prepare_run
 from mingpt.system.device import device_kind, gpu_metrics
+from mingpt.system.run_lock import RunLock
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
 
 
@@ -76,7 +69,7 @@ class StepResult(NamedTuple):
 class Trainer:
     """One run on one rank. It continues from the newest snapshot, or begins a new run if there is none.
 
-    Its folders stay locked until `train` ends or `close` is called.
+    Its folder stays locked until `train` ends or `close` is called.
 
     Attributes:
         config: the configuration, with the model's shape from trainer.init_from
@@ -97,15 +90,18 @@ class Trainer:
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
         with ExitStack() as resources:  # closed after an error, since a notebook continues and may keep this object
-            self.lock = resources.enter_context(closing(lock_run(config, context)))
+            with shared_errors(context):
+                self.lock = RunLock(self.run_dir) if context.rank == 0 else None
+            if self.lock is not None:
+                resources.callback(self.lock.close)
             self.signals = SignalHandler()
-            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock, self.signals)))
+            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock)))
             resources.callback(self.log.close)
             self._build(config, context)
             self.resources = resources.pop_all()
 
     def _build(self, given: Config, context: DistributedContext) -> None:
-        """Builds the rest after the folders are locked. `given` may leave the model's shape to trainer.init_from."""
+        """Builds the rest after the folder is locked. `given` may leave the model's shape to trainer.init_from."""
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
@@ -271,7 +267,8 @@ class Trainer:
             if not self.strategy.scaler.is_enabled():
                 check_finite(step, "norm of the gradient", result.grad_norm.item(), self.config.optimizer)
             with shared_errors(self.context):
-                self.lock.check()
+                if self.lock is not None:
+                    self.lock.check()
         row = self.train_row(result) if log else {}
         with self.timer.pause():  # tokens per second include only the time of steps
             if log:
@@ -352,19 +349,19 @@ class Trainer:
         """
         step = self.progress.step
         try:
-            upload_signal = self.snapshots.finish(self.is_complete())
+            self.snapshots.finish(self.is_complete())
         finally:
             self.snapshots.log_ended(self.log, is_last=True)
-        number = upload_signal if self.is_complete() else self.stop_signal
+        number = 0 if self.is_complete() else self.stop_signal
         name = signal.Signals(number).name if number else None
         self.log.write("stop", step, signal=name)
         if name is not None:
-            end = "before all snapshots were uploaded" if self.is_complete() else "after saving a snapshot"
-            logger.info(f"stopped by {name} at step {step} {end}; run the same command to continue")
+            logger.info(f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume")
             return EXIT_STATUS[signal.Signals(number)]
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
+
         file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
         bits = self.corpus.bits_per_byte(val_loss)
@@ -372,13 +369,13 @@ class Trainer:
             f"done in {duration(self.timer.elapsed)}: validation loss {val_loss:.4f} ({bits:.4f} bits per byte), "
             f"snapshot {file}"
         ]
-        best = self.snapshots.saved_best(self.progress.best)
-        if best is not None and best.val_loss != val_loss:
+        best = self.progress.best
+        if best.step in self.snapshots.folder.files() and best.val_loss != val_loss:
             lines.append(summary.best(best, file))
         lines.append(summary.next_commands(file, self.config.trainer.run_dir))
         logger.info("\n".join(lines))
         return 0
 
     def close(self) -> None:
-        """Closes files, ends threads and unlocks folders. It is also called after an error."""
+        """Closes files, ends threads and unlocks the folder. It is also called after an error."""
         self.resources.close()

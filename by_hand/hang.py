@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 by_hand/hang.py
 
-In this repository: `HealthMonitor` in mingpt/distributed/health.py
+In this repository: `explain` in mingpt/distributed/process_group.py
 """
 
 import time

@@ -1,28 +1,11 @@
-"""Folders, and files that are replaced as a whole."""
+"""Files that are replaced as a whole."""
 
-import errno
 import os
-import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
-
-from mingpt.errors import UserError
-
-
-def make_folder(folder: Path, key: str) -> None:
-    """Makes a folder and its parents if they are missing; raises a UserError that names the folder's key."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = error.strerror
-        if os.path.islink(error.filename):  # the error would be "File exists"
-            problem = f"it is a link to {os.readlink(error.filename)}, which is not a folder"
-        raise UserError(
-            f"{key}: {error.filename} can't be created: {problem}; set it to a folder that you may write to"
-        ) from error
 
 
 @contextmanager
@@ -52,17 +35,6 @@ def replaced_file(path: Path | str, flush: bool = True) -> Iterator[IO[bytes]]:
         raise
     if flush:
         _sync_folder(Path(path).parent)
-
-
-def open_regular(path: Path | str) -> IO[bytes]:
-    """Opens a file to read. Opening a FIFO would wait for another process, and reading a device may not end.
-
-    Raises:
-        OSError: it can't be read, or is not a regular file.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(path, "rb")
 
 
 def replace_file(path: Path, text: str) -> None:

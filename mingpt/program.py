@@ -3,40 +3,15 @@
 import faulthandler
 import gc
 import io
-import json
 import os
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.files import replace_file
 from mingpt.monitoring.logging import configure_logging, is_reporter, logger
 from mingpt.system.signals import is_interactive
-
-_running = threading.Lock()
-
-
-@contextmanager
-def only_run() -> Iterator[None]:
-    """Excludes other runs from this process during the block. They would draw random numbers of this run.
-
-    Raises:
-        UserError: another thread is in such a block.
-    """
-    if not _running.acquire(blocking=False):
-        raise UserError(
-            "another thread of this process is training, and random numbers, threads and process group of PyTorch are "
-            "the process's; start each run in a process of its own"
-        )
-    try:
-        yield
-    finally:
-        _running.release()
 
 
 def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str], encoding: str | None = None) -> int:
@@ -61,10 +36,7 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     except (UserError, PeerError) as error:
         if is_reporter():
             logger.error(str(error))
-        status = 1
-        if isinstance(error, UserError):  # torchrun's summary is about the rank that has caused a PeerError
-            status = 2
-            write_error_file(str(error), f"error: {error}")
+        status = 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:  # the reader of stdout closed it
         pass
     except KeyboardInterrupt:  # only before training, which installs a signal handler
@@ -80,16 +52,8 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
                 "its folder may be mounted noexec. PyTorch's message: "
                 f"{reason}"
             )
-        elif "no kernel image is available" in str(error):  # current builds lack kernels for the P100 and the V100
-            status = 2
-            logger.error(
-                "this build of PyTorch has no kernels for this GPU; install one from "
-                "https://download.pytorch.org/whl/cu126, or use the CPU: --distributed.backend gloo for main.py, "
-                "--device cpu for sample.py"
-            )
         else:
             status = 1
-            write_error_file(f"{type(error).__name__}: {error}", traceback.format_exc())
             with suppress(OSError):
                 traceback.print_exc()
     try:
@@ -108,47 +72,29 @@ def import_pytorch() -> None:
     imports, and 0.15 seconds each during training (measured).
 
     Raises:
-        UserError: this version of PyTorch or its default dtype is not supported.
+        UserError: this version of PyTorch is not supported.
     """
-    if "torch" not in sys.modules:
-        # OpenMP would start fewer threads while other programs use the cores, and matrix products in bf16 would be
-        # wrong (see `choose_threads`). It reads its variables when PyTorch is imported.
-        os.environ["OMP_DYNAMIC"] = "false"
-    gc.collect()  # otherwise, garbage of an earlier run in this process would never be collected
+    # Matrix products in bf16 are wrong if OpenMP starts fewer threads than PyTorch asks for (PyTorch 2.13, oneDNN: of
+    # 120 gradients, 86 were not finite, and 34 were finite but wrong by more than 5 percent). OpenMP reads these when
+    # PyTorch is imported.
+    os.environ["OMP_DYNAMIC"] = "false"
+    os.environ.pop("OMP_THREAD_LIMIT", None)
     gc.disable()
-    try:
-        from mingpt.system.torch_versions import check_torch  # noqa: PLC0415
+    from mingpt.system.torch_versions import check_torch  # noqa: PLC0415
 
-        check_torch()
-    finally:
-        if not is_interactive():
-            gc.freeze()
-        gc.enable()
-
-
-def write_error_file(message: str, call_stack: str) -> None:
-    """Writes an error to torchrun's error file, like its `record` decorator, so that torchrun's summary shows it.
-
-    The summary shows only the call stack, so UserErrors pass their message as the call stack.
-    """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None:
-        return
-    details = {"py_callstack": call_stack, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # torchrun, which may stop this process now, must not read an incomplete file
-        replace_file(Path(file), json.dumps({"message": {"message": message, "extraInfo": details}}))
+    if not is_interactive():
+        gc.freeze()
+    gc.enable()
+    check_torch()
 
 
 def exit_process(status: int) -> None:
     """Ends the process without finalizing the interpreter. In a session (IPython's `%run`), only the program ends.
 
     Finalization would abort the process if a thread of PyTorch's C++ code still runs, and it would wait in the
-    destructor of a process group that has failed. A profiler, a debugger and `python -i` do their work after the
-    program, so with them it ends like any other.
+    destructor of a process group that has failed. A profiler and a debugger do their work after the program.
     """
-    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
-    tools = [sys.gettrace(), sys.getprofile(), *(monitoring.get_tool(i) for i in range(6) if monitoring)]
-    if is_interactive() or sys.flags.inspect or any(tools):
+    if is_interactive() or sys.gettrace() or sys.getprofile():
         sys.exit(status)
     with suppress(OSError):
         sys.stderr.flush()

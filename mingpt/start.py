@@ -1,7 +1,6 @@
-"""The start of a run: checks, the text, locks of folders, the snapshot's configuration, and initial weights."""
+"""The start of a run: checks, the text, the snapshot's configuration, and initial weights."""
 
 import hashlib
-import os
 import platform
 from dataclasses import replace
 from functools import cache
@@ -18,11 +17,9 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
-from mingpt.snapshot.load import fit_config, load_initial_weights, load_pretrained, new_run_advice
+from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load_pretrained
 from mingpt.system.device import tune_malloc
-from mingpt.system.run_lock import RunLock
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
@@ -56,7 +53,7 @@ def code_digests(root: Path = ROOT) -> dict[str, str]:
     scripts = [root / name for name in ("main.py", "trainer.py", "model.py", "char_dataset.py")]
     digests = {}
     for file in [*scripts, *sorted(root.glob("mingpt/**/*.py"))]:
-        if file.name[0] != "." and file.is_file():  # an editor's lock is a hidden link that leads nowhere
+        if file.is_file():  # an editor's lock is a link that leads nowhere
             digests[file.relative_to(root).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     return digests
 
@@ -71,32 +68,13 @@ def write_default_text(config: Config) -> None:
     is_default = config.data.path == DataConfig().path and ROOT.samefile(".")
     if not is_default or path.exists():
         return
-    try:
-        from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, for this text only
+    from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte, for this text only
 
-        paragraphs = "\n\n".join(topics.values()).split("\n\n")
-        text = "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if not paragraph.startswith(" ")))
-        path.parent.mkdir(exist_ok=True)
-        replace_file(path, text)
-    except (ImportError, OSError) as error:  # some distributions of Python leave the topics out
-        raise UserError(f"data.path: {path} can't be written: {error}; name another text") from error
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    text = "\n\n".join(dict.fromkeys(paragraph for paragraph in paragraphs if not paragraph.startswith(" ")))
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, text)
     logger.info(f"{path}: help topics of Python {platform.python_version()}, {len(text):,} characters")
-
-
-def lock_run(config: Config, context: DistributedContext) -> RunLock:
-    """Locks the folders that this run writes to. Rank 0 holds the locks; other ranks get an empty RunLock.
-
-    Raises:
-        UserError: on all ranks, if another run holds a lock, or a folder can't be written.
-    """
-    run_dir = Path(config.trainer.run_dir)
-    folders = {run_dir: "trainer.run_dir"}
-    with shared_errors(context):
-        root = open_folders(config.trainer)[0].root
-        if os.path.realpath(root) != os.path.realpath(run_dir):  # a folder can't be locked twice
-            folders[Path(root)] = "trainer.snapshot_path"
-        lock = RunLock(folders if context.rank == 0 else {})
-    return lock
 
 
 def adopt_snapshot(
@@ -118,10 +96,8 @@ def adopt_snapshot(
     path = config.trainer.init_from
     if header is not None:
         began_from = header["config"]["trainer"]["init_from"]
-        if path not in (None, began_from):
-            logger.warning(f"trainer.init_from is not used, since the run continues from step {header['step']}")
         source = f"the snapshot of step {header['step']} in the run folder"
-        advice = f", or {new_run_advice(config)} to start a new run"
+        advice = f", or {NEW_RUN} to start a new run"
         config = replace(config, trainer=replace(config.trainer, init_from=began_from))
         adopts_shape = path is not None or began_from is not None
         config = fit_config(config, header, source, KEPT_KEYS, adopts_shape, advice)
@@ -160,10 +136,10 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
         if found != known and not may_differ:
             new = set(found) - set(known)
             difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
-            advice = f"the vocabulary of this run; use the same text or tokenizer.json, or {new_run_advice(config)}"
-            if is_new:
-                advice = "the vocabulary of trainer.init_from; give data/prepare.py its tokenizer.json, or leave it out"
-            raise UserError(f"data.path: {difference} {advice}")
+            raise UserError(
+                f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
+                f"tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
+            )
     check_equal(context, {"the text's SHA-256": corpus.sha256})
     return corpus
 
@@ -188,13 +164,5 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, cor
             path = config.trainer.init_from
             if path is None:
                 return model.state_dict()
-            pretrained = load_pretrained(path, "trainer.init_from")
-            if pretrained.snapshot.get("text_sha256") == corpus.sha256:
-                data = pretrained.snapshot["config"]["data"]
-                if (data["train_split"], data["truncate"]) != (config.data.train_split, config.data.truncate):
-                    logger.warning(
-                        f"{path} has the same text, but other values of data.train_split or data.truncate, so it may "
-                        "have been trained on the validation text"
-                    )
-            return load_initial_weights(pretrained, path, model, corpus.tokenizer)
+            return load_initial_weights(load_pretrained(path, "trainer.init_from"), path, model, corpus.tokenizer)
     return {}

@@ -8,7 +8,7 @@ from typing import Any
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.snapshot.format import Best
-from mingpt.snapshot.load import new_run_advice
+from mingpt.snapshot.load import NEW_RUN
 
 
 def start(devices: list[str], rows: Mapping[str, str]) -> str:
@@ -46,16 +46,16 @@ def changed_values(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns each key (except for places), file of code, text, hardware and PyTorch that two snapshots differ in."""
     before = _comparable(then)
     return [
-        f"{name} {format_value(before[name])} -> {format_value(value)}"
+        f"{name} {format_value(before.get(name))} -> {format_value(value)}"
         for name, value in _comparable(now).items()
-        if before.get(name, value) != value  # an older snapshot may lack it
+        if before.get(name) != value
     ]
 
 
 def _comparable(header: dict[str, Any]) -> dict[str, Any]:
-    choices = {name: header["choices"][name] for name in ("hardware", "pytorch") if name in header["choices"]}
+    choices = {name: header["choices"][name] for name in ("hardware", "pytorch")}
     text = {"the text's SHA-256": header["text_sha256"]}
-    return keys_without_places(header["config"]) | header.get("code", {}) | text | choices
+    return keys_without_places(header["config"]) | header["code"] | text | choices
 
 
 def already_trained(file: str, step: int, config: Config, last_step: int) -> str:
@@ -67,7 +67,7 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     """
     return (
         f"already trained: {file} is at step {step}, and training ends at step {last_step}. To continue, raise "
-        f"trainer.max_steps or trainer.max_epochs; to start a new run, {new_run_advice(config)}.\n"
+        f"trainer.max_steps or trainer.max_epochs; to start a new run, {NEW_RUN}.\n"
         f"{next_commands(file, config.trainer.run_dir)}"
     )
 

@@ -35,9 +35,9 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
+from mingpt.distributed.process_group import process_group
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.system.run_lock import LOCK_NAME
 from mingpt.text.tokenizer import JSONTokenizer
 from model import GPT
 from trainer import Trainer
@@ -283,7 +283,7 @@ def run_main(argv: list[str]) -> int:
 def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
     """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
     config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
-    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
+    with process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
         yield context
 
 
@@ -363,8 +363,8 @@ def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
 
 
 def list_snapshots(run_dir: Path) -> list[str]:
-    """Returns the names of all files in the folder of snapshots except its lock."""
-    return sorted(name for name in os.listdir(run_dir / "snapshots") if name != LOCK_NAME)
+    """Returns the names of all files in the folder of snapshots."""
+    return sorted(os.listdir(run_dir / "snapshots"))
 
 
 def newest_snapshot(run_dir: Path) -> dict:
@@ -376,14 +376,11 @@ def newest_snapshot(run_dir: Path) -> dict:
 def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the content of a snapshot, by default with one weight. Its elements are the step."""
     return {
-        "format": 2,
-        "run_id": "id",
+        "format": 3,
         "step": step,
         "samples": 7 * step,
         "val_loss": None,
         "best": {"step": None, "val_loss": math.inf},
-        "scheduled": list(range(step + 1)),
-        "best_saved": None,
         "config": config_to_dict(Config()),
         "vocabulary": "ab",
         "tokenizer": None,
@@ -392,6 +389,8 @@ def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **change
         "learning_rate": 0.1,
         "text_sha256": "",
         "scaler": {},
+        "code": {},
+        "param_groups": [],
         "model": weights or {"weight": torch.full((3, 4), float(step))},
         "optimizer": {},
     } | changes
@@ -506,7 +505,7 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     with (
-        main.process_group(config, detect_launch_environment(os.environ)) as context,
+        process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):

@@ -447,7 +447,7 @@ def test_the_tour_works_as_pasted(checkout: Path) -> None:
     # tests/test_by_hand.py runs the programs by hand.
     texts = {name: [block for block in blocks(text) if "by_hand/" not in block] for name, text in sections}
     with_kills = [name for name, found in texts.items() if any("kill -9" in command for command in found)]
-    assert with_kills == ["Elastic restart", "Heartbeat"]
+    assert with_kills == ["Elastic restart", "Who has failed"]
     assert {name for name, found in texts.items() if found} == {*TOUR_OUTPUT, *with_kills}
     missing = {}
     for name, expected in TOUR_OUTPUT.items():

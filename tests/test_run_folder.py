@@ -1,14 +1,11 @@
 """Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
 
-import re
 import shutil
 import uuid
 from pathlib import Path
 
 import pytest
 
-from mingpt.errors import UserError
-from mingpt.snapshot.load import load_pretrained
 from tests.helpers import (
     list_snapshots,
     newest_snapshot,
@@ -58,27 +55,6 @@ def test_the_folder_of_a_runs_config_is_its_run_folder(trained: Path, tmp_path: 
     status, out, _ = start(copy, "--trainer.run_dir", str(other), "--trainer.max_steps", "1")
     assert status == 0
     assert list_snapshots(other) == ["step_00000001.pt"]
-
-
-def test_snapshots_that_were_renamed_are_named(trained: Path, tmp_path: Path) -> None:
-    """By a download, by hand, or by a browser."""
-    folder = tmp_path / "runs/downloaded/snapshots"
-    folder.mkdir(parents=True)
-    names = ["best.pt", "step_00000006 (1).pt", "step_00000006.pt.zip"]
-    for name in names:
-        shutil.copy(trained / "snapshots/step_00000006.pt", folder / name)
-    argv = ["--config", f"{trained}/config.yaml", "--trainer.run_dir", str(folder.parent), "--trainer.max_steps", "1"]
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (
-        0,
-        f"warning: {folder}: not named like step_00000500.pt, and not used: {', '.join(names)}\n",
-    )
-    (folder / "step_00000001.pt").unlink()
-    for path in (folder, folder.parent):
-        with pytest.raises(
-            UserError, match=re.escape(f"; not named like step_00000500.pt: {', '.join(names)}; main.py")
-        ):
-            load_pretrained(str(path), "--snapshot")
 
 
 def test_a_new_run_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:

@@ -95,12 +95,13 @@ def test_the_newest_snapshot_is_found_from_each_path_and_best_is_that_of_lowest_
     [newest] = {run_sample("--snapshot", path, "--max_new_tokens", LENGTH) for path in paths}
     assert (newest[0], newest[2]) == (0, "")
     run = shutil.copytree(trained, tmp_path / "run")
-    SnapshotFolder(f"{run}/snapshots", keep=9).write(load_snapshot(str(run / NEWEST)) | {"best_saved": 3})
+    SnapshotFolder(f"{run}/snapshots", keep=9).write(
+        load_snapshot(str(run / NEWEST)) | {"best": {"step": 3, "val_loss": 0.1}}, flush=True
+    )
     best = run_sample("--snapshot", run, "--best", "--max_new_tokens", LENGTH)
     assert best == run_sample("--snapshot", run / "snapshots/step_00000003.pt", "--max_new_tokens", LENGTH) != newest
-    assert_refused(run_sample("--snapshot", run / NEWEST, "--best"), "--best", "is not a folder of snapshots")
     (run / "snapshots/step_00000003.pt").unlink()
-    assert_refused(run_sample("--snapshot", run, "--best"), f"--best: {run}/snapshots/step_00000003.pt, the best one")
+    assert_refused(run_sample("--snapshot", run, "--best"), f"--snapshot: {run} can't be loaded", "step_00000003.pt")
 
 
 def test_several_samples_differ_and_are_separated(trained: Path, run_sample: RunSample) -> None:
@@ -126,9 +127,8 @@ def test_several_samples_differ_and_are_separated(trained: Path, run_sample: Run
         ("top_k", "0", " is 0, must be at least 1"),
         ("top_p", "0", " is 0.0, must be greater than 0 and at most 1"),
         ("device", "cuda", " is cuda, but PyTorch sees no CUDA GPU here; set it to cpu"),
-        ("snapshot", "none", ": no snapshot at none"),
-        ("snapshot", "words.txt", ": words.txt is damaged, or not a snapshot of main.py: it does not begin like a "),
-        ("snapshot", "gpt2", ": no snapshot at gpt2 (working directory "),
+        ("snapshot", "none", ": none can't be loaded: [Errno 2] No such file or directory"),
+        ("snapshot", "words.txt", ": words.txt can't be loaded: cut short, or not a file of torch.save"),
     ],
 )
 def test_each_mistake_is_one_message(
@@ -143,13 +143,12 @@ def test_neither_a_file_of_another_program_nor_a_missing_default_run_is_a_snapsh
     tmp_path: Path, run_sample: RunSample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_refused(run_sample(), "--snapshot", "runs/default", str(tmp_path), "main.py")
+    assert_refused(run_sample(), "--snapshot", "runs/default", str(tmp_path), "No such file")
     assert list(tmp_path.iterdir()) == []
     for content in ({"model": {}, "model_args": {}}, [torch.ones(2)], torch.ones(2)):
         torch.save(content, "ckpt.pt")
         refused = run_sample("--snapshot", "ckpt.pt")
-        assert_refused(refused, "error: ckpt.pt is not a snapshot of main.py, ", "docs/export.md")
-    assert_refused(run_sample("--snapshot", "cpkt.pt"), "error: --snapshot: no snapshot at", "the nearest is ckpt.pt;")
+        assert_refused(refused, "error: ckpt.pt is not a snapshot that this version can read", "docs/export.md")
 
 
 def test_on_a_terminal_the_text_ends_with_a_newline(trained: Path, run_sample: RunSample) -> None:

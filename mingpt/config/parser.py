@@ -142,6 +142,5 @@ def _unknown_name(name: str, place: str) -> str:
 
 
 def default_snapshot_path() -> str:
-    """Returns the folder of the snapshots of the run in gpt2_train_cfg.yaml."""
-    cfg = read_config().trainer
-    return cfg.snapshot_path or cfg.run_dir
+    """Returns the folder of the run in gpt2_train_cfg.yaml."""
+    return read_config().trainer.run_dir

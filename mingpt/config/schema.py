@@ -212,7 +212,7 @@ class TrainerConfig:
     """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
 
     snapshot_path: PathText | None = None
-    """folder of the snapshots, or an fsspec URL to copy them to; null: snapshots/ in run_dir"""
+    """folder or fsspec URL to copy snapshots to, into a folder with the name of run_dir; null: none"""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,7 +1,6 @@
 """Lets ranks agree on values and errors, which they exchange as JSON on the CPU."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.distributed.position import find_place
 from mingpt.errors import UserError
 
 T = TypeVar("T")
@@ -26,36 +24,25 @@ class RankGroup:
         group: their process group; None: all ranks, or a single process, which needs no process group
     """
 
-    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.group = group
 
 
 def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -> R:
-    """Returns the result of `combine` for the values of all ranks, in rank order. Rank 0 computes it.
+    """Returns the result of `combine` for the values of all ranks, in rank order.
 
-    Values and result must be serializable to JSON. With several ranks, tuples become lists.
-
-    Raises:
-        ValueError: on rank 0, if ranks call this in different places, since their values do not belong together.
+    Values must be serializable to JSON. With several ranks, tuples become lists.
     """
     if ranks.world_size == 1:
         return combine([value])
-    place = {"the place of an exchange": find_place(sys._getframe())}
     # JSON instead of pickle, which would run code from any process that connects to a rank's port.
-    message = json.dumps([place, value])
-    sizes = _gather_on_rank0(ranks, torch.tensor([len(message)]))
-    largest = _take_from_rank0(ranks, torch.tensor([max(map(int, sizes), default=0)]))
-    rows = _gather_on_rank0(ranks, _encode(message, int(largest)))
-    answer = ""
-    if ranks.rank == 0:
-        places, values = zip(*map(_decode, rows), strict=True)
-        if difference := _first_difference(places):
-            raise ValueError(difference)  # which the HealthMonitors of the other ranks report
-        answer = json.dumps(combine(list(values)))
-    size = _take_from_rank0(ranks, torch.tensor([len(answer)]))
-    return _decode(_take_from_rank0(ranks, _encode(answer, int(size))))
+    message = json.dumps(value).encode()
+    size = max(map(int, _all_gather(ranks, torch.tensor([len(message)]))))
+    rows = _all_gather(ranks, torch.frombuffer(bytearray(message.ljust(size)), dtype=torch.uint8))
+    return combine([json.loads(row.numpy().tobytes()) for row in rows])
 
 
 def all_gather_object(ranks: RankGroup, value: T) -> list[T]:
@@ -97,44 +84,15 @@ def shared_errors(ranks: RankGroup) -> Iterator[None]:
         yield
     except UserError as error:
         message = str(error)
-    first = reduce_object(ranks, message, _first_error)
-    if first is not None:
-        raise UserError(first)
+    for rank, other in enumerate(all_gather_object(ranks, message)):
+        if other is not None:
+            raise UserError(f"rank {rank}: {other}" if rank else other)
 
 
-def _gather_on_rank0(ranks: RankGroup, tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors of all ranks on rank 0, and an empty list on the other ranks.
-
-    Like `_take_from_rank0`, it uses a collective that nothing else uses. If ranks were in different collectives of the
-    same kind, gloo would match them, or end the process if their sizes differ.
-    """
-    rows = [torch.empty_like(tensor) for _ in range(ranks.world_size)] if ranks.rank == 0 else None
-    dist.gather(tensor, rows, group_dst=0, group=ranks.group)
-    return rows or []
-
-
-def _take_from_rank0(ranks: RankGroup, tensor: Tensor) -> Tensor:
-    """Returns rank 0's tensor on all ranks, which pass tensors of the same shape."""
-    received = torch.empty_like(tensor)
-    copies = [tensor] * ranks.world_size if ranks.rank == 0 else None
-    dist.scatter(received, copies, group_src=0, group=ranks.group)
-    return received
-
-
-def _encode(text: str, size: int) -> Tensor:
-    """Returns ASCII text as a tensor, (size,), padded with spaces, which JSON ignores."""
-    return torch.frombuffer(bytearray(text.ljust(size).encode()), dtype=torch.uint8)
-
-
-def _decode(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def _first_error(messages: list[str | None]) -> str | None:
-    for rank, message in enumerate(messages):
-        if message is not None:
-            return f"rank {rank}: {message}" if rank else message
-    return None
+def _all_gather(ranks: RankGroup, tensor: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(ranks.world_size)]
+    dist.all_gather(rows, tensor, group=ranks.group)
+    return rows
 
 
 def _first_difference(values: Sequence[dict[str, Any]]) -> str | None:

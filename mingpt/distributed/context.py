@@ -1,6 +1,8 @@
 """The rank and device of this process, its groups, and collectives of tensors."""
 
+import faulthandler
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
@@ -11,22 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.config.schema import DistributedConfig
-from mingpt.distributed.agreement import (
-    RankGroup,
-    all_gather_object,
-    check_equal,
-    shared_errors,
-)
-from mingpt.distributed.health import HealthMonitor
-from mingpt.distributed.launcher import RankInfo, number_in
-from mingpt.distributed.network import machine_id
-from mingpt.errors import UserError
+from mingpt.distributed.agreement import RankGroup, all_gather_object, check_equal, shared_errors
+from mingpt.distributed.launcher import RankInfo
+from mingpt.distributed.rendezvous import machine_id
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
 from mingpt.system.torch_versions import all_gather_single
 
-CUDA_EXTRA_TIMEOUT = timedelta(seconds=60)  # added to distributed.timeout_seconds for NCCL's collectives
-START_TIMEOUT = timedelta(minutes=30)  # one rank may load, encode or compile for a long time
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
     "with --distributed.backend gloo"
@@ -36,29 +29,19 @@ DEVICE_ADVICE = (
 class DistributedContext(RankGroup):
     """This process's rank and device, and collectives with the other ranks.
 
-    Until the end of the first step, the timeout of collectives is at least START_TIMEOUT. The timeout of gloo's send
-    and receive, which pipeline stages use, is distributed.timeout_seconds from the start.
-
     Args:
         info: ranks from the launcher
-        health: the HealthMonitor of this rank; None for a single process
 
     Raises:
-        UserError: on all ranks, if only some of them have a GPU, two use the same GPU, or nccl does not have one.
+        UserError: on all ranks, if only some of them have a GPU, or nccl does not have one.
     """
 
     exit_callbacks: ClassVar[list[Callable[[], None]]] = []  # called before the process group is destroyed
 
-    def __init__(self, info: RankInfo, config: DistributedConfig, health: HealthMonitor | None = None) -> None:
+    def __init__(self, info: RankInfo, config: DistributedConfig) -> None:
         super().__init__(info.rank, info.world_size)
-        self.restart_count = number_in(os.environ, "TORCHELASTIC_RESTART_COUNT")  # set by torchrun
-        self.health = health
-        self.steps = 0  # that have begun
+        self.restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # set by torchrun
         self.timeout = timedelta(seconds=config.timeout_seconds)
-        self.groups: list[dist.ProcessGroup] = []  # of this rank
-        if dist.group.WORLD is not None:
-            self.groups.append(dist.group.WORLD)
-        self._set_timeouts(max(self.timeout, START_TIMEOUT))
         machine = machine_id()
         machines = all_gather_object(self, machine)
         self.local_rank = machines[: self.rank].count(machine) if info.local_rank is None else info.local_rank
@@ -69,20 +52,6 @@ class DistributedContext(RankGroup):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         check_equal(self, {"the kind of device": self.device.type}, advice=DEVICE_ADVICE)
-        self._check_gpus()
-
-    def _check_gpus(self) -> None:
-        """Raises a UserError on all ranks if two of them have the same GPU, which NCCL refuses."""
-        is_cuda = self.device.type == "cuda"
-        gpus = all_gather_object(self, str(torch.cuda.get_device_properties(self.device).uuid) if is_cuda else None)
-        for rank, gpu in enumerate(gpus):
-            first = gpus.index(gpu)
-            if gpu is not None and first < rank:
-                raise UserError(
-                    f"{self.world_size} processes, but only {len(set(gpus))} GPU(s): rank {rank} has the GPU of rank "
-                    f"{first}; start at most one process per GPU (--nproc_per_node), or train on the CPU with "
-                    "--distributed.backend gloo"
-                )
 
     def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
@@ -90,11 +59,9 @@ class DistributedContext(RankGroup):
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=self.timeout)
             if self.rank in ranks:
-                self.groups.append(group)
                 context.rank = ranks.index(self.rank)
                 context.world_size = len(ranks)
                 context.group = group
-        self._set_timeouts(max(self.timeout, START_TIMEOUT))
         return context
 
     @property
@@ -103,16 +70,6 @@ class DistributedContext(RankGroup):
         if self.world_size == 1:
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
-
-    def _set_timeouts(self, timeout: timedelta) -> None:
-        """Sets the timeout of later collectives, and a longer one for NCCL.
-
-        So a collective on the CPU, such as the flags of each step, fails first. gloo raises an exception, after which
-        ranks find out which one is dead. NCCL's watchdog ends the process (handleException in ProcessGroupNCCL.cpp).
-        """
-        for group in self.groups:
-            group._get_backend(torch.device("cuda")).set_timeout(timeout + CUDA_EXTRA_TIMEOUT)
-            group._get_backend(torch.device("cpu")).set_timeout(timeout)  # without GPUs, the same backend
 
     def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
         """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
@@ -135,25 +92,22 @@ class DistributedContext(RankGroup):
             dist.broadcast(tensor, group_src=source, group=self.group)
 
     def begin_step(self, signal: int, is_save_due: bool, num_targets: int) -> "PendingFlags":
-        """Counts a step for heartbeats, and starts to exchange the flags of the step, which all ranks must do.
+        """Starts to exchange the flags of the step, which all ranks must do.
 
         Args:
             signal: the signal that this rank has received, or 0
             is_save_due: whether this rank asks for a snapshot
             num_targets: this rank's part of the number of targets of the batch
         """
-        self.steps += 1
-        if self.steps == 2:
-            self._set_timeouts(self.timeout)
-        if self.health is not None:
-            self.health.step = self.steps
         flags = StepFlags(signal, is_save_due, num_targets)
         if self.world_size == 1:
-            return PendingFlags(flags)
+            return PendingFlags(torch.tensor(flags))
+        # If ranks wait for one that hangs, all of them show where they are.
+        faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)  # type: ignore[arg-type]
         mine = torch.tensor(flags)
         rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
         work = all_gather_single(rows, mine, async_op=True)
-        return PendingFlags(flags, rows, work)
+        return PendingFlags(rows, work)
 
 
 class StepFlags(NamedTuple):
@@ -176,21 +130,18 @@ class PendingFlags:
     They are exchanged on the CPU by gloo, so `wait` does not wait for a GPU.
 
     Args:
-        flags: this rank's flags
         rows: flags of each rank; filled when `work` is done
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, flags: StepFlags, rows: Tensor | None = None, work: dist.Work | None = None) -> None:
-        self.flags = flags
+    def __init__(self, rows: Tensor, work: dist.Work | None = None) -> None:
         self.rows = rows
         self.work = work
 
     def wait(self) -> StepFlags:
         """Returns the flags of all ranks together."""
-        if self.work is not None and self.rows is not None:
+        if self.work is not None:
             self.work.wait()
             self.work = None
-            signals, saves, counts = self.rows.view(-1, len(self.flags)).T.tolist()
-            self.flags = StepFlags(max(signals), any(saves), sum(counts))
-        return self.flags
+        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
+        return StepFlags(max(signals), any(saves), sum(counts))

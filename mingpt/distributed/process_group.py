@@ -1,113 +1,126 @@
-"""Connects ranks before main.py initializes the process group, attributes errors to ranks, and destroys the group."""
+"""The process group of a run: connects ranks, names the ranks that have caused an error, and destroys the group."""
 
-import errno
+import faulthandler
 import platform
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt.config.schema import DistributedConfig
+from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.health import FILE_SYSTEM, RANK_0, HealthMonitor
 from mingpt.distributed.launcher import RankInfo
-from mingpt.distributed.network import (
-    host_and_port,
-    machine_id,
-    resolve_init_method,
-    select_gloo_interface,
-    uses_agent_store,
-)
-from mingpt.distributed.rendezvous import all_equal, rendezvous
-from mingpt.errors import UserError
-from mingpt.monitoring.logging import logger, set_reporter
+from mingpt.distributed.rendezvous import rendezvous, resolve_init_method, select_gloo_interface, uses_agent_store
+from mingpt.errors import PeerError, UserError
+from mingpt.monitoring.logging import is_reporter, logger, set_reporter
+from mingpt.system.device import use_cuda
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
-AGENT_SECONDS = 0.5  # the end of torchrun's agent is noticed within this time
+ERROR_SECONDS = 2.0  # all ranks that are alive get an error within this time after the first one
+ANSWER_SECONDS = 5.0  # how long the store's answers may take
 
 
 @contextmanager
-def connected_ranks(info: RankInfo, config: DistributedConfig) -> Iterator[tuple[dist.Store, HealthMonitor | None]]:
-    """Connects ranks at a store. The block initializes the process group with it.
+def process_group(config: Config, info: RankInfo) -> Iterator[DistributedContext]:
+    """Sets up the process group for the block, and destroys it afterwards unless the block fails.
 
-    A single process gets a store in its memory, and no HealthMonitor.
+    A single process gets a process group only if its strategy is FSDP.
 
     Raises:
-        UserError: the other ranks did not connect to the store or to the process group.
+        UserError: the other ranks did not connect, there are fewer GPUs than ranks, or nccl is set without a GPU.
+        PeerError: another rank caused an error in the block.
     """
-    rank = info.rank
-    world_size = info.world_size
-    if world_size == 1:
-        yield dist.HashStore(), None
-        return
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        # DETAIL wraps gloo in a backend that compares collectives. DDP's logger mistakes the wrapper for gloo and
-        # crashes (torch 2.13: Logger::set_env_variables in logger.cpp).
-        dist.set_debug_level(dist.DebugLevel.INFO)
-        if rank == 0:
-            logger.warning("TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL")
-    init_method = resolve_init_method(info, config.init_method)
-    address = init_method
-    if init_method == "env://":
-        host, port = host_and_port(init_method)
-        address += f" {host}:{port}"
+    destroy_process_group()  # of an earlier run in this process that has failed
+    store: dist.Store = dist.HashStore()
+    if info.world_size > 1:
+        store = connect(config, info)
+    if info.world_size > 1 or config.distributed.uses_fsdp:
+        backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+        )
+    try:
+        yield DistributedContext(info, config.distributed)
+    except Exception as error:
+        if info.world_size > 1 and (cause := explain(dist.PrefixStore("errors", store), info, error)):
+            raise PeerError(f"{cause}; the same command resumes") from error
+        raise
+    destroy_process_group()
+
+
+def connect(config: Config, info: RankInfo) -> dist.Store:
+    """Returns the store of the ranks of this start; raises a UserError if they did not connect."""
+    init_method = resolve_init_method(info, config.distributed.init_method)
+    seconds = config.distributed.timeout_seconds
     # A timer, because a TCPStore waits for rank 0 in C++. With torchrun, the agents wait for each other instead.
-    message = f"rank {rank} is waiting for all {world_size} ranks to connect to {address}"
+    message = f"rank {info.rank} is waiting for all {info.world_size} ranks to connect to {init_method}"
     notice = threading.Timer(WAIT_SECONDS, logger.warning, [message])
     if not info.local_rank and not uses_agent_store(init_method):  # one rank of each machine
         notice.start()
     try:
-        store = rendezvous(init_method, rank, world_size, timedelta(seconds=config.timeout_seconds))
-        notice.cancel()
-        is_one_host = all_equal(dist.PrefixStore("machine", store), rank, world_size, machine_id())
+        store, is_one_host = rendezvous(init_method, info.rank, info.world_size, timedelta(seconds=seconds))
         select_gloo_interface(is_one_host, init_method)
-        store_host = RANK_0
-        if init_method.startswith("file://"):
-            store_host = FILE_SYSTEM
-        elif uses_agent_store(init_method):
-            store_host = "torchrun's agent"
-        health = HealthMonitor(store, info, store_host)
-        yield dist.PrefixStore("group", store), health
+        return store
     except (ValueError, RuntimeError, OSError) as error:
-        notice.cancel()
-        if uses_agent_store(init_method):
-            time.sleep(AGENT_SECONDS)  # if the agent has ended, `stop_with_torchrun` ends this process with its message
         set_reporter(True)  # other ranks may fail for other reasons
-        advice = f"check that all {world_size} processes have started, and that this is rank 0's address"
-        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            advice = (
-                "another run or program uses this port: choose a free one (MASTER_PORT or distributed.init_method), or "
-                "let `torchrun --standalone` find one"
-            )
         raise UserError(
-            f"rank {rank} of {world_size} on {platform.node()} could not join a process group at {address} "
-            f"(distributed.timeout_seconds is {config.timeout_seconds:g}): {error}; {advice}"
+            f"rank {info.rank} of {info.world_size} on {platform.node()} could not join a process group at "
+            f"{init_method} (distributed.timeout_seconds is {seconds:g}): {error}; check that all processes have "
+            "started, that this is rank 0's address, and that no other run or program uses its port"
         ) from error
-
-
-@contextmanager
-def explained_errors(health: HealthMonitor | None) -> Iterator[None]:
-    """Sends heartbeats while the block runs, and attributes an error of the block to the rank that has caused it.
-
-    Raises:
-        PeerError: another rank caused the block's error.
-    """
-    if health is None:
-        yield
-        return
-    health.start()
-    try:
-        yield
-    except Exception as error:
-        explained = health.explain(error)
-        if explained is error:
-            raise
-        raise explained from error
     finally:
-        health.stop()
+        notice.cancel()
+
+
+def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
+    """Returns which ranks have caused an error; empty: it is this rank's own.
+
+    Soon after a collective has failed, all ranks have an error, except for those that are dead or hang. The first rank
+    of each machine that has one reports the cause.
+    """
+    is_backend_error = isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
+    summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    cause = f"rank 0 has ended, or does not answer: {error}"
+
+    set_reporter(is_backend_error or is_reporter())  # each rank, unless the store answers
+
+    def find_cause() -> None:
+        nonlocal cause
+        with suppress(RuntimeError, OSError):  # the store has ended
+            store.set(f"error/{info.rank}", summary)
+            if is_backend_error:
+                cause = _find_cause(store, info, error)
+                if info.rank == 0:  # it may host the store, which other ranks read a moment later
+                    time.sleep(ERROR_SECONDS)
+
+    thread = threading.Thread(target=find_cause, daemon=True)  # a request to a stopped process blocks forever
+    thread.start()
+    thread.join(2 * ERROR_SECONDS + ANSWER_SECONDS)
+    return cause if is_backend_error else ""
+
+
+def _find_cause(store: dist.Store, info: RankInfo, error: Exception) -> str:
+    if not store.check(["cause"]):  # the error may be the consequence of another one
+        time.sleep(ERROR_SECONDS)
+        ranks = range(info.world_size)
+        errors = {rank: store.get(f"error/{rank}").decode() for rank in ranks if store.check([f"error/{rank}"])}
+        silent = [str(rank) for rank in ranks if rank not in errors]
+        failed = [f"rank {rank} failed: {other}" for rank, other in errors.items() if other]
+        missing = f"rank {', '.join(silent)}: dead, stopped, cut off or hanging, or waiting for such a rank"
+        store.compare_set("cause", "", "; ".join(failed) or (missing if silent else str(error)))
+    of_machine = range(info.rank - (info.local_rank or 0), info.rank)
+    set_reporter(not any(store.check([f"error/{rank}"]) for rank in of_machine))
+    return store.get("cause").decode()
 
 
 def destroy_process_group() -> None:
@@ -119,5 +132,6 @@ def destroy_process_group() -> None:
     for callback in DistributedContext.exit_callbacks:
         callback()
     DistributedContext.exit_callbacks.clear()
+    faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,102 +1,123 @@
-"""The rendezvous of ranks at a key-value store, and a comparison between ranks that needs no process group."""
+"""The rendezvous of ranks at a key-value store, and the network interface that gloo uses."""
 
-import errno
+import hashlib
+import os
+import platform
 import socket
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
+from urllib.parse import urlsplit
 
+import psutil
 import torch.distributed as dist
 
-from mingpt.distributed.network import LOOPBACK, host_and_port, uses_agent_store
+from mingpt.distributed.launcher import RankInfo
+from mingpt.errors import UserError
 
-POLL_SECONDS = 0.01  # seconds between checks of the store; a rendezvous needs several checks
+POLL_SECONDS = 0.02  # seconds between checks of the store; a rendezvous needs several checks
+LOOPBACK = "127.0.0.1"
+DEFAULT_ROUTE_HOST = "192.0.2.1"  # reserved for documentation (RFC 5737), so packets to it take the default route
 
 
-def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a store that contains only the keys of this launch.
+def resolve_init_method(info: RankInfo, init_method: str | None) -> str:
+    """Returns `init_method`, or the launcher's address if it is None; raises a UserError if there is no address."""
+    found = init_method or info.init_method
+    if found is None or (found == "env://" and info.init_method != "env://"):
+        variables = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+        raise UserError(
+            f"environment: {variables}; rank {info.rank} of {info.world_size} does not have a rendezvous address: set "
+            "both (on one machine, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or set "
+            "distributed.init_method to tcp://host:port or file:///path"
+        )
+    return found
+
+
+def uses_agent_store(init_method: str) -> bool:
+    """Returns whether ranks rendezvous at the store of torchrun's agent."""
+    return init_method == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def host_and_port(init_method: str) -> tuple[str, int]:
+    """Returns the address of the store at env:// or tcp://host:port. Both have been checked before."""
+    if init_method == "env://":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    url = urlsplit(init_method)
+    return url.hostname, url.port  # type: ignore[return-value]
+
+
+def machine_id() -> str:
+    """Returns a string that identifies this machine, even if other machines have the same host name."""
+    return f"{platform.node()} {psutil.boot_time():.0f}"
+
+
+def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[dist.Store, bool]:
+    """Returns a store that contains only the keys of this start, and whether all ranks are on one machine.
+
+    A store may outlive its ranks: torchrun gives the same store to every generation of workers, and a file remains
+    when ranks exit. gloo would read the addresses of dead processes there (torch 2.13: workers then hang or are refused
+    at about every second restart). The restart count does not identify a generation, because a change of membership
+    does not increase it. So each rank writes a new token, and joins the generation of the tokens that it sees, again
+    whenever one changes. Dead ranks join none. A generation that all ranks have joined is complete.
 
     Raises:
         ValueError, RuntimeError, OSError: the address is invalid, or the other ranks did not connect.
     """
+    store: dist.Store
     if init_method.startswith("file://"):  # PyTorch's rendezvous treats # and ? as the end of the path
-        file_store = dist.FileStore(init_method.removeprefix("file://"), world_size)
-        file_store.set_timeout(timeout)
-        return generation_store(file_store, rank, world_size, timeout)
-    host, port = host_and_port(init_method)
-    has_agent = uses_agent_store(init_method)
-    is_host = rank == 0 and not has_agent
-    listener = None
-    if is_host and host in (LOOPBACK, "localhost"):
-        host = LOOPBACK
-        listener = socket.create_server((host, port), backlog=1024).detach()  # a store listens at all addresses itself
-    store: dist.Store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
-    if not has_agent:
-        store = dist.PrefixStore("by hand", store)  # the agent of another run may use this port
-        claim_rank(store, rank, world_size)
-    return generation_store(store, rank, world_size, timeout)
-
-
-def claim_rank(store: dist.Store, rank: int, world_size: int) -> None:
-    """Claims a rank in the run at this store. A rank of another run with the same port does not change it.
-
-    Raises:
-        OSError: the run has a different number of processes, or another process with this rank.
-    """
-    for name, value in (("number of processes", str(world_size)), (f"process of rank {rank}", uuid.uuid4().hex)):
-        if store.compare_set(name, "", value).decode() != value:
-            raise OSError(errno.EADDRINUSE, f"the run at this address has a different {name}")
-
-
-def generation_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a view of a store, with a prefix that only the ranks of this start use. The store may outlive its ranks.
-
-    torchrun gives the same store to every generation of workers, and a file remains when ranks exit. gloo would read
-    the addresses of dead processes there (torch 2.13: workers then hang or are refused at about every second restart).
-    The restart count does not identify a generation, because a change of membership does not increase it. So each rank
-    writes a new token. Rank 0 offers a new prefix to the tokens that it sees, and again whenever one changes. A rank
-    that finds an offer to its own token accepts it. Dead ranks can't accept. When all have accepted, rank 0 confirms.
-
-    Only rank 0 reads the keys of all ranks. Ranks poll, because Ctrl-C can't interrupt a request that blocks.
-
-    Raises:
-        TimeoutError: the other ranks did not connect.
-    """
-    token = uuid.uuid4().hex
+        store = dist.FileStore(init_method.removeprefix("file://"), world_size)
+        store.set_timeout(timeout)
+    else:
+        host, port = host_and_port(init_method)
+        is_host = rank == 0 and not uses_agent_store(init_method)
+        store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout)
+    token = f"{machine_id()}/{uuid.uuid4().hex}"
     store.set(f"token/{rank}", token)
-    own_offer = f"offer/{token}"
+    keys = [f"token/{other}" for other in range(world_size)]
+    tokens: list[str] = []
+    joined = ""  # a digest of all tokens
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        if rank == 0:
-            _offer_prefix(store, world_size)
-        if store.check([own_offer]):
-            prefix = store.get(own_offer).decode()
-            store.set(f"{prefix}/accepted/{rank}", "")
-            if rank == 0 and store.check([f"{prefix}/accepted/{other}" for other in range(world_size)]):
-                # With this key of NCCL's watchdog in the store, NCCL would also end these ranks after some minutes
-                # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp). The ranks that could set it again are dead.
-                store.delete_key("exception_dump")
-                store.set(f"{prefix}/confirmed", "")
-            if store.check([f"{prefix}/confirmed"]):
-                return dist.PrefixStore(prefix, store)
-        time.sleep(POLL_SECONDS)
+        if joined and store.add(joined, 0) == world_size:
+            return dist.PrefixStore(joined, store), len({other.split("/")[0] for other in tokens}) == 1
+        if store.check(keys):
+            tokens = [value.decode() for value in store.multi_get(keys)]
+            generation = hashlib.sha256("".join(tokens).encode()).hexdigest()
+            if token in tokens and generation != joined:
+                if rank == 0:
+                    # With this key of NCCL's watchdog in the store, NCCL would also end these ranks after some minutes
+                    # (HeartbeatMonitor::runLoop in ProcessGroupNCCL.cpp).
+                    store.delete_key("exception_dump")
+                joined = generation
+                store.add(joined, 1)
+                continue
+        time.sleep(POLL_SECONDS)  # not a request that blocks, which Ctrl-C can't interrupt
     raise TimeoutError(f"not all {world_size} ranks have connected to the store")
 
 
-def _offer_prefix(store: dist.Store, world_size: int) -> None:
-    """Offers a new prefix to the tokens of all ranks, unless all of them already have the same offer."""
-    token_keys = [f"token/{rank}" for rank in range(world_size)]
-    if not store.check(token_keys):
+def select_gloo_interface(is_one_host: bool, init_method: str) -> None:
+    """Sets GLOO_SOCKET_IFNAME, unless it is set, to the interface that leads to the other ranks.
+
+    By default, gloo looks up the host's own name. This takes seconds if a DNS server does not answer, and on many
+    systems the name resolves to 127.0.1.1 or not at all. Between hosts, gloo's default works if the name resolves to an
+    address other than the loopback.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    offer_keys = [f"offer/{token.decode()}" for token in store.multi_get(token_keys)]
-    if not store.check(offer_keys) or len(set(store.multi_get(offer_keys))) > 1:
-        store.multi_set(offer_keys, [uuid.uuid4().hex] * world_size)  # type: ignore[attr-defined]
+    if is_one_host or not _address_towards(platform.node()):
+        master = "" if init_method.startswith("file://") else host_and_port(init_method)[0]
+        address = LOOPBACK if is_one_host else _address_towards(master) or _address_towards(DEFAULT_ROUTE_HOST)
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in (interface.address for interface in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
 
 
-def all_equal(store: dist.Store, rank: int, world_size: int, value: str) -> bool:
-    """Returns whether all ranks pass the same value. Rank 0 compares the values."""
-    store.set(f"value/{rank}", value)
-    if rank == 0:
-        values = store.multi_get([f"value/{other}" for other in range(world_size)])
-        store.set("is equal", str(len(set(values)) == 1))
-    return store.get("is equal") == b"True"
+def _address_towards(host: str) -> str | None:
+    """Returns this host's IPv4 address on the route to another host; None if the only route is the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))  # sends nothing, since this is a datagram socket
+        address = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+    return None

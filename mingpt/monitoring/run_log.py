@@ -15,7 +15,7 @@ from typing import Any
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import dump_config
 from mingpt.errors import UserError
-from mingpt.files import open_regular, replace_file, replaced_file
+from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.logging import logger
 
 
@@ -249,16 +249,9 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: it can't be read, or is not a regular file.
     """
-    with open_regular(file) as lines:
+    with open(file, "rb") as lines:
         for line in lines:
             with suppress(ValueError):
                 row = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
                 if isinstance(row, dict) and "step" in row:
                     yield row
-
-
-def saved_steps(file: Path) -> list[int]:
-    """Returns the steps with a snapshot according to a metrics.jsonl, which may not exist."""
-    if not file.is_file():
-        return []
-    return [row["step"] for row in iter_metrics(file) if row["event"] == "snapshot" and "path" in row]

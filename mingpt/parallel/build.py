@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import shared_errors
 from mingpt.distributed.context import DistributedContext
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from mingpt.parallel.ddp import DDP
 from mingpt.parallel.strategy import Strategy
-from mingpt.system.device import check_compiler
 from model import GPT
 
 
@@ -26,12 +24,9 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy, or a compiler is missing.
+        UserError: the precision conflicts with the strategy.
     """
     refuse(find_conflicts(config, precision))
-    with shared_errors(context):
-        if config.trainer.compile:
-            check_compiler(context.device)
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel, Stages
 

@@ -1,7 +1,6 @@
 """Lists snapshots with fingerprints for comparing runs: python -m mingpt.snapshot PATH."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +8,6 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, fingerprint, load_snapshot
 
-COLUMNS = ["step", "val_loss", "state", "weights", "optimizer"]
 ROW = "{:<14}  {:<8}  {:<5}  {:<16}  {}"
 
 
@@ -19,39 +17,17 @@ def find_files(path: str) -> list[str]:
     Raises:
         UserError: there are no snapshots, or they can't be read.
     """
-    folder = SnapshotFolder(path)
-    if folder.fs.isfile(folder.root):
+    folders = (SnapshotFolder(path), SnapshotFolder(f"{path}/snapshots"))
+    if folders[0].fs.isfile(folders[0].root):
         return [path]
-    folders = (folder, SnapshotFolder(f"{path}/snapshots"))
-    files = [f"{folder.path}/{name}" for folder in folders for name in folder.files().values()]
+    files = [folder.file(step) for folder in folders for step in folder.files()]
     if not files:
         raise UserError(f"PATH: no snapshot at {path}; main.py saves them in its run folder")
     return files
 
 
-def describe(file: str) -> list[str]:
-    """Returns the cells of a snapshot's row. Some are empty if it can't be loaded, all if it is gone."""
-    name = os.path.basename(file)
-    try:
-        snapshot = load_snapshot(file)
-    except FileNotFoundError:  # a run that is training has deleted it
-        return []
-    except DamagedSnapshotError as error:
-        return [name, "", f"DAMAGED: {error}", "", ""]
-    except (OSError, UserError) as error:
-        return [name, "", str(error), "", ""]
-    val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
-    return [
-        str(snapshot["step"]),
-        val_loss,
-        "whole",
-        fingerprint(snapshot["model"]),
-        fingerprint(snapshot["optimizer"]),
-    ]
-
-
-def run(argv: Sequence[str]) -> None:
-    """Prints the table, and exits with status 1 if a snapshot is damaged.
+def run(argv: Sequence[str]) -> int:
+    """Prints the table. Returns the exit status, which is 1 if a snapshot is damaged.
 
     Raises:
         UserError: there are no snapshots, or they can't be read.
@@ -62,11 +38,21 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("path", metavar="PATH", help="run folder, folder of snapshots, or one file; may be a URL")
     path = parser.parse_args(argv).path
-    rows = [row for file in find_files(path.rstrip("/") or path) if (row := describe(file))]
-    for row in (COLUMNS, *rows):
-        print(ROW.format(*row).rstrip())
-    if any(row[2] != "whole" for row in rows):
-        sys.exit(1)
+    status = 0
+    print(ROW.format("step", "val_loss", "state", "weights", "optimizer"))
+    for file in find_files(path.rstrip("/")):
+        try:
+            snapshot = load_snapshot(file)
+        except FileNotFoundError:  # a run that is training has deleted it
+            continue
+        except (DamagedSnapshotError, OSError, UserError) as error:
+            print(f"{file}  DAMAGED: {error}")
+            status = 1
+            continue
+        val_loss = "" if snapshot["val_loss"] is None else f"{snapshot['val_loss']:.4f}"
+        digests = fingerprint(snapshot["model"]), fingerprint(snapshot["optimizer"])
+        print(ROW.format(snapshot["step"], val_loss, "whole", *digests))
+    return status
 
 
 if __name__ == "__main__":

@@ -63,11 +63,8 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
         model, block_size = model_section(config, f"{option}: {folder}/config.json")
         tokenizer = parse_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        files = {"model.safetensors"}
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
-        stored = {name: weight.float() for file in files for name, weight in load_file(folder / file).items()}
+        files = folder.glob("model*.safetensors")  # a large model has several
+        stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
     rows = len(weights["transformer.wte.weight"])
     if rows < tokenizer.vocab_size:

@@ -1,10 +1,8 @@
 """Loads snapshots for other programs and new runs, and compares a configuration with the keys of a snapshot."""
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,16 +11,17 @@ from typing import Any
 import fsspec
 from torch import Tensor
 
-from mingpt.config.conflicts import find_conflicts, refuse
 from mingpt.config.schema import KEYS, SHAPE_KEYS, Config, GPTConfig, by_section
 from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, load_snapshot
+from mingpt.snapshot.folder import SnapshotFolder, load_snapshot, raise_user_error
 from mingpt.snapshot.format import OTHER_PROGRAMS, gpt_config
 from mingpt.snapshot.hf_format import EMBEDDINGS, load_folder
 from mingpt.text.tokenizer import Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
+
+NEW_RUN = "set another trainer.run_dir"  # then a new run does not find the snapshots of this one
 
 
 @dataclass(frozen=True)
@@ -53,74 +52,28 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
         best: load the snapshot with the lowest validation loss of a folder
 
     Raises:
-        UserError: there is no undamaged snapshot, or `best` is set and the path is not a folder.
+        UserError: there is no undamaged snapshot.
     """
-    advice = "it must be a snapshot, a run folder, the URL of one, or a folder of transformers"
-    if not path:  # such as an unset variable of the shell; it would mean the working directory
-        raise UserError(f"{option} is empty; {advice}")
-    path = path.rstrip("/") or "/"
-    snapshot = None
-    try:
+    advice = "name a snapshot, a run folder, the URL of one, or a folder of transformers"
+    with raise_user_error(f"{option}: {path} can't be loaded", advice):
         fs, name = fsspec.url_to_fs(path)
         if os.path.isfile(f"{path}/config.json"):
-            snapshot = load_folder(Path(path), option)
+            snapshot: dict[str, Any] | None = load_folder(Path(path), option)
         elif fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
-        elif best:
-            raise UserError(f"--best: {path} is not a folder of snapshots; name a run folder")
         else:
             snapshot = load_snapshot(path)
-    except UserError:
-        raise
-    except DamagedSnapshotError as error:
-        raise UserError(
-            f"{option}: {path} is damaged, or not a snapshot of main.py: {error}; name another one, or its "
-            "folder to load the newest undamaged one"
-        ) from error
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except Exception as error:  # each file system raises its own classes
-        raise UserError(f"{option}: {path} can't be read: {error}; {advice}") from error
     if snapshot is None:
-        place = "" if "://" in path else f" (working directory {os.getcwd()}){_nearest(path)}"
-        raise UserError(f"{option}: no snapshot at {path}{place}; main.py saves them; {OTHER_PROGRAMS}")
+        raise UserError(f"{option}: no snapshot in {path}; main.py saves them; {OTHER_PROGRAMS}")
     return Pretrained(gpt_config(snapshot), restore_tokenizer(snapshot), snapshot["model"], snapshot)
 
 
 def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
-    """Loads the newest undamaged snapshot, or the one that it names as the best so far.
-
-    Raises:
-        UserError: it can't be loaded.
-    """
+    """Loads the newest undamaged snapshot, or the one that it names as the best so far."""
     folder = SnapshotFolder(path)
     newest = folder.load_newest()
-    if newest is None and folder.damaged:
-        raise UserError(f"all {len(folder.damaged)} snapshots in {path} are damaged; name another run folder")
-    if newest is None or not best:
-        return newest
-    best_step = newest["best_saved"]  # None: there was no evaluation
-    if best_step in (None, newest["step"]):
-        return newest
-    file = folder.file(best_step)
-    try:
-        return load_snapshot(file)
-    except (DamagedSnapshotError, OSError) as error:
-        raise UserError(
-            f"--best: {file}, the best one according to {folder.file(newest['step'])}, can't be loaded: "
-            f"{error}; leave out --best to load the newest one, or name another file"
-        ) from error
-
-
-def _nearest(path: str) -> str:
-    if os.path.isdir(path):
-        names = SnapshotFolder(path).other_files() or SnapshotFolder(f"{path}/snapshots").other_files()
-        return f"; not named like step_00000500.pt: {names}" if names else ""
-    folder, name = os.path.split(path)
-    with suppress(OSError):
-        if near := difflib.get_close_matches(name, os.listdir(folder or ".")):
-            return f"; the nearest is {os.path.join(folder, near[0])}"
-    return ""
+    step = newest["best"]["step"] if newest and best else None  # None: there was no evaluation
+    return newest if step is None else load_snapshot(folder.file(step))
 
 
 def fit_config(
@@ -136,14 +89,14 @@ def fit_config(
         advice: end of the message
 
     Raises:
-        UserError: keys differ, which the message lists, or the snapshot's values conflict with other keys.
+        UserError: keys differ, which the message lists.
     """
     mistakes = []
     adopted = {}
     for name in names:
         section, key = name.split(".")
         found = attrgetter(name)(config)
-        saved = header["config"][section][key]
+        saved = header["config"][section].get(key, KEYS[name].default)  # the code may be newer
         if isinstance(saved, list):
             saved = tuple(saved)
         if found == saved:
@@ -159,15 +112,7 @@ def fit_config(
     config = replace(
         config, **{name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
     )
-    refuse(f"{message} (in {source})" for message in find_conflicts(config))
     return config
-
-
-def new_run_advice(config: Config) -> str:
-    """Returns what to set so that a new run does not find the snapshots of this one."""
-    if config.trainer.snapshot_path is None:
-        return "set another trainer.run_dir"
-    return "set another trainer.run_dir and trainer.snapshot_path"
 
 
 def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -207,13 +152,12 @@ def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenize
 
 
 def weight_differences(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str:
-    """Returns which names, shapes and dtypes of weights differ from a model's, whose code has changed; empty: none."""
+    """Returns which names and shapes of weights differ from a model's, whose code has changed; empty: none."""
     common = [name for name in model if name in weights]
     lists = {
         "new in the model": [name for name in model if name not in weights],
         "missing in the model": [name for name in weights if name not in model],
         "of another shape": [name for name in common if weights[name].shape != model[name].shape],
-        "of another dtype": [name for name in common if weights[name].dtype != model[name].dtype],
     }
     parts = []
     for difference, names in lists.items():

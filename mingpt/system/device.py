@@ -11,7 +11,6 @@ import ctypes
 import os
 import platform
 import random
-import shutil
 
 import numpy as np
 import torch
@@ -24,20 +23,12 @@ from mingpt.system.torch_versions import cpu_capabilities
 # data sheets of NVIDIA and, for GeForce, appendix A of the white papers on GA102 and AD102.
 PEAK_TFLOPS = {
     "Tesla V100-SXM2-16GB": (125.0, 15.7),
-    "Tesla V100-SXM2-32GB": (125.0, 15.7),
     "Tesla T4": (65.0, 8.1),
-    "NVIDIA A10": (125.0, 31.2),
     "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
     "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
-    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
-    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
     "NVIDIA L4": (121.0, 30.3),
-    "NVIDIA L40S": (362.05, 91.6),
     "NVIDIA H100 80GB HBM3": (989.5, 67.0),
-    "NVIDIA H100 PCIe": (756.5, 51.0),
-    "NVIDIA H100 NVL": (835.5, 60.0),
     "NVIDIA H200": (989.5, 67.0),
-    "NVIDIA B200": (2250.0, 75.0),
     "NVIDIA GeForce RTX 3090": (71.0, 35.6),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
 }
@@ -116,22 +107,6 @@ def choose_precision(
             return "fp16", f"auto: {reason}, but for fp16{changed}"
         reason = f"{reason}, and {fp16_obstacle} excludes fp16"
     return "fp32", f"auto: {reason}{changed}"
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises a UserError if torch.compile lacks a C compiler on a GPU, or a C++ compiler on a CPU."""
-    variable = "CXX"
-    compilers = ["g++"]
-    if device.type == "cuda":  # Triton compiles the launchers of its kernels (runtime/build.py).
-        variable = "CC"
-        compilers = ["gcc", "clang"]
-    if os.environ.get(variable):
-        compilers = [os.environ[variable]]
-    if not any(map(shutil.which, compilers)):
-        raise UserError(
-            f"trainer.compile is true, but there is no compiler named {' or '.join(compilers)}; install one, set "
-            f"{variable} to a compiler, or set trainer.compile to false"
-        )
 
 
 def gpu_metrics(device: torch.device, precision: str, flops_per_second: float) -> dict[str, float]:

@@ -13,16 +13,11 @@ from mingpt.errors import UserError
 
 
 def check_torch() -> None:
-    """Raises a UserError if requirements.txt does not allow this version of PyTorch, or new tensors are not fp32."""
+    """Raises a UserError if requirements.txt does not allow this version of PyTorch."""
     major, minor = torch.__version__.split(".")[:2]
     if not (2, 10) <= (int(major), int(minor)) < (3, 0):
         raise UserError(
             f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
-        )
-    if torch.get_default_dtype() != torch.float32:  # set by another cell of a notebook
-        raise UserError(
-            f"PyTorch's default dtype is {torch.get_default_dtype()}, must be torch.float32, as weights are: call "
-            "torch.set_default_dtype(torch.float32); trainer.precision sets the dtype of matrix products"
         )
 
 

@@ -36,7 +36,7 @@ def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count
     assert max(sizes) == context.max_shard_size(count)
 
 
-def test_ranks_share_values_errors_and_gpus(tmp_path: Path) -> None:
+def test_ranks_share_values_and_errors(tmp_path: Path) -> None:
     run_ranks(3, _collectives, tmp_path=tmp_path)
 
 
@@ -64,12 +64,6 @@ def _check_collectives(context: DistributedContext) -> None:
     second = context.begin_step(15 if rank == 2 else 0, False, 7)
     assert [first.wait(), second.wait()] == [(0, True, 30), (15, False, 21)]
     assert first.wait() == (0, True, 30)
-    for gpus, devices in (
-        (["abc"] * 3, ["cuda:0", "cuda:1", "cuda:2"]),
-        (["a", "b", "c"], ["cuda:0"] * 3),  # a possible configuration of srun
-        (["a"] * 3, ["3 processes, but only 1 GPU(s): rank 1 has the GPU of rank 0"] * 3),
-    ):
-        assert all_gather_object(context, _device(context, gpus[rank])) == devices
     raise ZeroDivisionError
 
 
@@ -84,16 +78,6 @@ def _simulate_gpus(patch: pytest.MonkeyPatch, uuids: str) -> None:
     patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     patch.setattr(torch.cuda, "set_device", lambda device: None)
-
-
-def _device(context: DistributedContext, gpus: str) -> str:
-    """Returns the device of a rank that sees these GPUs, or the start of the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        _simulate_gpus(patch, gpus)
-        try:
-            return str(DistributedContext(RankInfo(context.rank, context.world_size), DistributedConfig()).device)
-        except UserError as error:
-            return str(error).split("; start at most ")[0]
 
 
 def test_a_rank_without_gpu_among_others_is_named_by_one_message(text: Path, tmp_path: Path) -> None:
@@ -134,43 +118,14 @@ def test_a_rank_says_that_it_waits(
     options = {"distributed__init_method": init_method, "distributed__timeout_seconds": 1}
     assert run_main(run_args(tmp_path / "run", text, **options)) == 2
     waits, error = capsys.readouterr().err.splitlines()
-    address = f"env:// localhost:{port}" if scheme == "env://" else init_method
-    assert waits == f"warning: rank {rank} is waiting for all 2 ranks to connect to {address}"
-    assert f"rank {rank} of 2 on {platform.node()} could not join a process group at {address} " in error
+    assert waits == f"warning: rank {rank} is waiting for all 2 ranks to connect to {init_method}"
+    assert f"rank {rank} of 2 on {platform.node()} could not join a process group at {init_method} " in error
     assert "distributed.timeout_seconds is 1" in error
-    assert "check that all 2 processes have started" in error
+    assert "check that all processes have started" in error
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_by_hand_is_not_touched_by_another_one_with_its_port(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Rank 1 of the other run gets there, since its rank 0 can't host a store at this port. Later, the port is free."""
-    port = free_port()
-    init_method = f"tcp://localhost:{port}"
-    argv = run_args(tmp_path / "run", text, distributed__init_method=init_method, distributed__timeout_seconds=5)
-    other_runs = ((0, 2, "in use"), (1, 2, "different process of rank 1; "), (2, 3, "different number of processes; "))
-
-    def join(rank: int) -> dist.Store:
-        return rendezvous(init_method, rank, 2, timedelta(seconds=30))
-
-    for _ in range(2):  # a run, and its restart after all of its ranks have failed
-        with futures.ThreadPoolExecutor(2) as pool:
-            stores = list(pool.map(join, range(2)))
-        root = dist.TCPStore("localhost", port, is_master=False)
-        keys = root.num_keys()
-        for rank, world_size, reason in other_runs:
-            set_variables(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
-            assert run_main(argv) == 2
-            err = capsys.readouterr().err
-            assert f"could not join a process group at {init_method} " in err
-            assert reason in err
-            assert "; another run or program uses this port: choose a free one (MASTER_PORT or distributed." in err
-        assert root.num_keys() == keys
-        del stores, root
-
-
-def test_ranks_of_three_launchers_meet_and_debug_detail_is_lowered_with_a_message(text: Path, tmp_path: Path) -> None:
+def test_ranks_of_three_launchers_meet(text: Path, tmp_path: Path) -> None:
     """All other tests use file://."""
     ports = [free_port() for _ in range(3)]
     slurm = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -184,13 +139,10 @@ def test_ranks_of_three_launchers_meet_and_debug_detail_is_lowered_with_a_messag
         (slurm, argv),
     ]
     rank0, rank1 = run_ranks(2, _run_with_variables, runs, tmp_path=tmp_path)
-    message = "warning: TORCH_DISTRIBUTED_DEBUG is lowered from DETAIL to INFO, because DDP crashes with DETAIL\n"
-    assert rank0 == [(0, message), (0, ""), (0, "")]
-    assert rank1 == [(0, "")] * 3
+    assert rank0 == rank1 == [(0, "")] * 3
 
 
 def _run_with_variables(runs: list[tuple[dict[str, str], list[str]]]) -> list[tuple[int, str]]:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
     rank, results = os.environ.pop("RANK"), []
     del os.environ["WORLD_SIZE"]
     for env, argv in runs:
@@ -216,7 +168,9 @@ def test_generations_of_ranks_do_not_see_each_other(
     for world_size in (3, 3, 2):
 
         def join(rank: int, world_size: int = world_size) -> dist.Store:
-            return rendezvous(init_method, rank, world_size, timedelta(seconds=30))
+            store, is_one_host = rendezvous(init_method, rank, world_size, timedelta(seconds=30))
+            assert is_one_host
+            return store
 
         with futures.ThreadPoolExecutor(world_size) as pool:
             stores = list(pool.map(join, reversed(range(world_size))))
@@ -229,17 +183,18 @@ def test_generations_of_ranks_do_not_see_each_other(
 
 
 def test_one_machine_listens_at_the_loopback_and_machines_of_one_host_name_are_told_apart(tmp_path: Path) -> None:
-    run_ranks(2, _check_hosts, f"tcp://localhost:{free_port()}", tmp_path=tmp_path)
+    run_ranks(2, _check_hosts, tmp_path=tmp_path)
 
 
-def _check_hosts(address: str) -> None:
-    with open_process_group(init_method=address) as context:
+def _check_hosts() -> None:
+    with open_process_group() as context:
         all_gather_object(context, "all ranks are connected")
         sockets = psutil.Process().net_connections("tcp")
-        hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}  # of the store and gloo
+        hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
         all_gather_object(context, "all ranks have looked")
     assert hosts
     assert not hosts & {"0.0.0.0", "::"}
     psutil.boot_time = lambda: float(os.environ["RANK"])  # like two containers
-    with open_process_group() as context:  # started by hand without LOCAL_RANK
+    again = f"{os.environ['TEST_INIT_METHOD']}-2"
+    with open_process_group(init_method=again) as context:  # started by hand without LOCAL_RANK
         assert (context.local_rank, context.local_world_size) == (0, 1)

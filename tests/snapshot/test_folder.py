@@ -16,9 +16,8 @@ from mingpt.config.schema import STRICT, GPTConfig
 from mingpt.errors import UserError
 from mingpt.snapshot import folder as folder_module
 from mingpt.snapshot.__main__ import run as list_path
-from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot
+from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot, sync
 from mingpt.snapshot.format import gpt_config
-from mingpt.snapshot.mirror import sync
 from tests.helpers import small_snapshot
 
 
@@ -31,9 +30,8 @@ def folder(tmp_path: Path) -> SnapshotFolder:
     return SnapshotFolder(str(tmp_path))
 
 
-def write(folder: SnapshotFolder, step: int, scheduled: bool = True, best: int | None = None, **weights: Any) -> None:
-    steps = [*folder.scheduled, step] if scheduled else folder.scheduled
-    folder.write(small_snapshot(step, weights or None, scheduled=steps, best_saved=best))
+def write(folder: SnapshotFolder, step: int, best: int | None = None, **weights: Any) -> None:
+    folder.write(small_snapshot(step, weights or None, best={"step": best, "val_loss": 0.1}), flush=True)
 
 
 def load_newest(folder: SnapshotFolder) -> dict[str, Any]:
@@ -43,10 +41,11 @@ def load_newest(folder: SnapshotFolder) -> dict[str, Any]:
 
 
 def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotFolder) -> None:
-    scheduled, kept, steps = {4, 8, 12, 16}, [], []
+    kept: list[list[int]] = []
+    steps: list[int] = []
     for step in range(1, 18):
         steps = [*steps, step]
-        expired = expired_steps(steps, scheduled, best=6 if step >= 6 else None, keep=2)
+        expired = expired_steps(steps, save_every=4, best=6 if step >= 6 else None, keep=2)
         steps = [each for each in steps if each not in expired]
         kept.append(steps)
     assert kept[:5] == [[1], [2], [3], [4], [4, 5]]
@@ -54,20 +53,20 @@ def test_the_newest_the_newest_scheduled_and_the_best_are_kept(folder: SnapshotF
     assert kept[11:13] == [[6, 8, 12], [6, 8, 12, 13]]
     assert kept[15:] == [[6, 12, 16], [6, 12, 16, 17]]
 
+    folder.save_every = 2
     for step in (1, 2, 3, 4, 5):
-        write(folder, step, scheduled=step % 2 == 0, best=1)
+        write(folder, step, best=1)
     assert [*folder.files()] == [1, 4, 5]
     write(folder, 6, best=1)
     assert [*folder.files()] == [1, 6]
 
 
-def test_a_snapshot_is_read_as_it_was_written_below_a_path_of_any_bytes(tmp_path: Path) -> None:
-    """torch.load accepts only names in UTF-8."""
-    folder = SnapshotFolder(f"{tmp_path}/created/with/\udcff", keep=3)
+def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = SnapshotFolder(f"{tmp_path}/created/with/\u00fc #?", keep=3)
     folder.make()
     for step in (7, 12_345_678):
-        written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80", scheduled=[7, step])
-        folder.write(written)
+        written = small_snapshot(step, {"half": torch.ones(2).bfloat16()}, vocabulary="ü\n\udc80")
+        folder.write(written, flush=step == 7)
         found = load_snapshot(folder.file(step))
         assert torch.equal(found["model"].pop("half"), written["model"].pop("half"))
         assert found == written
@@ -94,9 +93,9 @@ def test_what_expires_while_an_upload_lasts_is_not_uploaded(
     write(folder, 2, best=1)
     remote.fs.pipe_file(f"{remote.root}/{file_names(0)[0]}", b"expired")
     monkeypatch.setattr(type(remote.fs), "put_file", staticmethod(save_and_put_file))
-    sync(folder, remote, "id")
+    sync(folder, remote, 2, 1)
     assert [*remote.files()] == [1]
-    sync(folder, remote, "id")
+    sync(folder, remote, 4, 1)
     assert [*remote.files()] == [1, 4]
     remote.fs.rm("/tests", recursive=True)
 
@@ -109,30 +108,13 @@ def test_a_reader_takes_the_successor_of_a_snapshot_that_was_just_deleted(
 
     def replace_and_load(path: str) -> dict[str, Any]:
         if (step := max(folder.files())) < 4:
-            write(folder, step + 1, scheduled=False)
+            write(folder, step + 1)
         return load(path)
 
-    write(folder, 1, scheduled=False)
+    write(folder, 1)
     monkeypatch.setattr(folder_module, "load_snapshot", replace_and_load)
     assert load_newest(SnapshotFolder(folder.path))["step"] == 4
     assert capsys.readouterr().err == ""
-
-
-def test_files_of_an_earlier_version_are_read_and_pruned(folder: SnapshotFolder, tmp_path: Path) -> None:
-    """It had no entry `scheduled`."""
-    for step in (1, 2, 3, 5):
-        snapshot = small_snapshot(step, best={"step": 1, "val_loss": 0.5})
-        snapshot["config"]["trainer"]["save_every"] = 2
-        snapshot["lowest"] = {"step": 3, "val_loss": 0.4, "evaluations_since": 7}
-        del snapshot["scheduled"], snapshot["best_saved"]
-        torch.save(snapshot, tmp_path / file_names(step)[0])
-    newest = load_newest(folder)
-    assert newest["step"] == 5
-    assert newest["best"] == {"step": 1, "val_loss": 0.5}
-    folder.resume(newest)
-    assert sorted(os.listdir(tmp_path)) == file_names(1, 2, 5)
-    write(folder, 6, best=newest["best_saved"])
-    assert sorted(os.listdir(tmp_path)) == file_names(1, 6)
 
 
 class MakesFolder(str):
@@ -145,8 +127,8 @@ class MakesFolder(str):
 @pytest.mark.parametrize(
     ("zipped", "error", "message"),
     [
-        (True, UserError, r"1\.pt is not damaged, but torch.load refuses it: \['GLOBAL posix.mkdir'\]$"),
-        (False, DamagedSnapshotError, r"does not begin like a file of torch\.save"),
+        (True, UserError, r"(?s)1\.pt is not damaged, but torch.load refuses it: .*GLOBAL posix.mkdir"),
+        (False, DamagedSnapshotError, r"not a file of torch\.save"),
     ],
 )
 def test_code_in_a_snapshot_is_refused_and_does_not_run(
@@ -161,74 +143,47 @@ def test_code_in_a_snapshot_is_refused_and_does_not_run(
     assert Path(code).exists()
 
 
-def test_damaged_files_are_neither_counted_nor_deleted(
-    folder: SnapshotFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also in a later start, after training has passed their steps."""
-    write(folder, 3)
-    damaged = [tmp_path / name for name in file_names(7, 9)]
-    for file in damaged:
-        file.write_bytes(b"damaged")
-    assert load_newest(folder)["step"] == 3
-    for step in (6, 8, 10):
-        write(folder, step, scheduled=step == 6)
-    assert [*folder.files()] == [6, 7, 9, 10]
-    capsys.readouterr()
-
-    again = SnapshotFolder(folder.path)
-    again.resume(load_newest(again))
-    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [*map(str, damaged)]
-    write(again, 11, scheduled=False)
-    assert [*again.files()] == [6, 7, 9, 11]
-    assert {file.read_bytes() for file in damaged} == {b"damaged"}
-    write(again, 9)
-    assert load_newest(SnapshotFolder(folder.path))["step"] == 11
-
-
 def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files_are_not(
     folder: SnapshotFolder, tmp_path: Path
 ) -> None:
-    others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "thesis.mark", "step_00000001.pt.old.tmp"]
+    others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "step_00000001.pt.old.tmp"]
     unique = "0123456789abcdef" * 2
-    leftovers = [f"step_00000004.pt.{unique}.tmp", f"{unique}.mark"]
+    leftovers = [f"step_00000004.pt.{unique}.tmp"]
     for name in others + leftovers:
         (tmp_path / name).touch()
     assert folder.files() == {}
     for step in (4, 5, 6):
-        write(SnapshotFolder(folder.path, keep=9), step, scheduled=False)
-    write(SnapshotFolder(folder.path, keep=9), 6, scheduled=False)  # killed before it has deleted step 5
+        write(SnapshotFolder(folder.path, keep=9), step)  # killed before it has deleted the others
     folder.make()
-    folder.resume(small_snapshot(6, scheduled=[]))
+    write(folder, 6)
     assert sorted(os.listdir(tmp_path)) == sorted([*others, *file_names(6)])
 
 
 def test_a_newest_snapshot_that_cannot_be_read_is_not_skipped(folder: SnapshotFolder, tmp_path: Path) -> None:
     write(folder, 1)
     (tmp_path / "step_00000002.pt").mkdir()
-    with pytest.raises(UserError, match=r"2\.pt can't be read: .*not a regular file.*; make it readable, move "):
+    with pytest.raises(UserError, match=r"2\.pt can't be read: .*Is a directory.*; make it readable, or move "):
         folder.load_newest()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1, "step": "6"}, "format is 1, must be 2; use the version that wrote it"),
-        ({"config.model.n_kv_head": 1}, "config.model.n_kv_head is 1: Unexpected keyword argument"),
-        ({"config": {"model": {}}}, "config.trainer.save_every is missing; .*config.trainer.seed is missing"),
-        ({"step": "6", "vocabulary": ["words"]}, r"step is '6', must be int; vocabulary is \['words'\], must be str"),
+        ({"format": 2}, " that this version can read: its format is 2, must be 3; weights of other programs must be "),
+        ({"config.model.n_kv_head": 1}, r" of this code: config.model: (?s:.)*\nn_kv_head\n  Unexpected keyword"),
     ],
 )
 def test_a_snapshot_of_another_version_is_refused_in_one_message(
     changes: dict[str, Any], message: str, folder: SnapshotFolder
 ) -> None:
-    """What is missing or of another type is named; the snapshot before it is not used instead."""
+    """The snapshot before it is not used instead."""
     write(folder, 1)
-    content: Any = small_snapshot(2, format=2)
+    content: Any = small_snapshot(2)
     for name, value in changes.items():
         *path, key = name.split(".")
         reduce(dict.__getitem__, path, content)[key] = value
     torch.save(content, folder.file(2))
-    with pytest.raises(UserError, match=f"^{folder.file(2)} is not a snapshot that this version can read: .*{message}"):
+    with pytest.raises(UserError, match=f"^{folder.file(2)} is not a snapshot{message}"):
         folder.load_newest()
 
 
@@ -260,7 +215,7 @@ def write_run(path: Path, change: float = 0.0) -> Path:
     for step, val_loss in ((3, None), (6, 2.34567)):
         weight = torch.full((3, 4), step + change)
         state = {"optimizer": {"weight": {"exp_avg": -weight}}, "val_loss": val_loss}
-        folder.write(small_snapshot(step, {"weight": weight}, **state))
+        folder.write(small_snapshot(step, {"weight": weight}, **state), flush=True)
     return path / "snapshots"
 
 
@@ -305,11 +260,10 @@ def test_a_run_folder_is_listed_with_validation_losses_and_damage(
     content[content.index(torch.full((3, 4), 3.0).numpy().tobytes())] ^= 1
     file.write_bytes(content)
     (folder / "step_00000006.pt").write_bytes(content[:500])
-    with pytest.raises(SystemExit, match="1"):
-        list_path([str(folder)])
+    assert list_path([str(folder)]) == 1
     flipped, cut = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert re.fullmatch(r"DAMAGED: the bytes of its part archive/data/\d+ do not match their CRC-32", flipped)
-    assert cut == "DAMAGED: cut short, or damaged in the list of its parts: File is not a zip file"
+    assert cut == "DAMAGED: cut short, or not a file of torch.save: File is not a zip file"
 
 
 def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

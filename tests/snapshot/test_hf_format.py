@@ -152,21 +152,15 @@ def test_other_tokens_than_those_of_the_weights_are_refused(tmp_path: Path) -> N
             del argv[argv.index(key) : argv.index(key) + 2]
         argvs.append(argv)
     [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
-    messages = (
-        "the vocabulary of trainer.init_from; give data/prepare.py its",
-        "has 300 tokens, but the embedding has 290",
-    )
+    messages = ("the vocabulary of this run or of trainer.init_from; use the same",)
     for (status, _, err), message in zip(results, messages, strict=True):
         assert (status, len(err.splitlines())) == (2, 1)
         assert message in err
 
 
 CASES = [
-    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings false, must be true"),
     ("gpt2", {"activation_function": "relu"}, 'activation_function "relu", must be "gelu_new" or'),
-    ("gpt2", {"n_inner": 48}, "n_inner 48, must be null or 64"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true, must be false"),
-    ("nanochat", {"num_key_value_heads": 1}, "num_key_value_heads 1, must be null or 2"),
     (
         "nanochat",
         {"rope_parameters": {"rope_theta": 5e5}},
@@ -183,8 +177,7 @@ CASES = [
 def test_what_model_py_lacks_is_one_message(
     architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    shapes = {key: value for key, value in changes.items() if key in ("n_inner", "num_key_value_heads")}
-    folder = save(build(architecture, **shapes), tmp_path / "theirs")
+    folder = save(build(architecture), tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if (key, value) != ("n_head", None)}
     (folder / "config.json").write_text(json.dumps(config))
@@ -196,8 +189,8 @@ def test_what_model_py_lacks_is_one_message(
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     folder = save(build("gpt2"), tmp_path / "theirs")
-    for name in ("tokenizer.json", "model.safetensors"):
+    for name, error in (("tokenizer.json", "FileNotFoundError"), ("model.safetensors", "KeyError")):
         partial = shutil.copytree(folder, tmp_path / name)
         (partial / name).unlink()
-        with pytest.raises(UserError, match=f"^--snapshot: {partial} can't be read: FileNotFoundError: .*{name}"):
+        with pytest.raises(UserError, match=f"^--snapshot: {partial} can't be read: {error}: "):
             load_pretrained(str(partial), "--snapshot")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,15 +16,12 @@ from mingpt.errors import UserError
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.snapshot.load import load_pretrained
-from mingpt.system import signals
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
     OVERFITTING,
     assert_equal_snapshots,
     list_snapshots,
     loss_curve,
-    main_process,
     newest_snapshot,
     read_rows,
     run_args,
@@ -33,14 +29,14 @@ from tests.helpers import (
     run_ranks,
     start_ranks,
     train_main,
-    wait_for_step,
     wait_until,
     write_overfitting_text,
     write_text,
 )
 from trainer import Trainer
 
-MIRROR = "memory://mirror/snapshots"
+URL = "memory://mirror"
+MIRROR = f"{URL}/run"
 
 
 def files(path: Path | str) -> list[str]:
@@ -64,7 +60,7 @@ def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
 
 def wait_for_threads(most: int = 0) -> None:
     """For `run_ranks`: waits until at most this number of threads writes or uploads a snapshot, or waits to do so."""
-    wait_until(lambda: [thread.name for thread in threading.enumerate()].count("snapshot") <= most, "the threads")
+    wait_until(lambda: sum("snapshot" in thread.name for thread in threading.enumerate()) <= most, "the threads")
 
 
 @pytest.mark.parametrize(("overhead", "cost", "pause"), [(0.5, 0.0, 1.0), (0.1, 0.03, 0.6)])
@@ -104,7 +100,7 @@ def _times_of_saves(argv: list[str], cost: float) -> list[float]:
 
 
 def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
-    """Also after an error in the constructor, and if a URL is the mirror."""
+    """Also if a URL is the mirror."""
     [(counts, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
     assert counts[-1] <= counts[0]
     assert is_same_hook
@@ -114,9 +110,9 @@ def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
     """Returns the number of threads after each run, and whether threads' errors are shown."""
     counts, hook = [], threading.excepthook
     for run in range(5):
-        url = {} if run < 3 else {"trainer__snapshot_path": MIRROR}
-        argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, trainer__seed=1 + run // 4, **url)
-        assert train_main(*argv) == (2 if run == 4 else 0)  # the mirror has a snapshot of another seed
+        url = {} if run < 3 else {"trainer__snapshot_path": URL}
+        argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, **url)
+        assert train_main(*argv) == 0
         wait_for_threads()
         counts.append(len(os.listdir("/proc/self/task")))
     return counts, threading.excepthook is hook
@@ -128,7 +124,7 @@ def test_a_closed_trainer_starts_no_upload(slow: str, text: Path, tmp_path: Path
 
     While the upload of step 3 lasts, only one upload waits for it.
     """
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, trainer__eval_every=100)
     [uploaded] = run_ranks(1, _uploads_of_closed_trainer, slow, argv, tmp_path=tmp_path)
     assert uploaded == ([] if slow == "write" else names(3))
     assert list_snapshots(tmp_path / "run") == (names(3) if slow == "write" else names(3, 6, 9))
@@ -235,18 +231,18 @@ def test_a_run_whose_snapshots_were_never_flushed_and_are_damaged_begins_again(k
     out = resume(killed, undisturbed, trainer__save_overhead=None)  # otherwise it might write a file of the same step
     assert out.count(" is damaged (") == len(damaged)
     assert "resuming" not in out
-    assert {*damaged, *names(STEPS)} <= {*list_snapshots(killed)}
+    assert names(STEPS)[0] in list_snapshots(killed)
 
 
 def test_a_lost_machine_resumes_from_the_mirror_which_the_same_rule_prunes(tmp_path: Path) -> None:
     """Each rank has a run folder. The evaluation of step 4 is the best one."""
     text = write_overfitting_text(tmp_path / "text.txt")
     options = OVERFITTING | {"trainer__keep_snapshots": 2, "trainer__save_every": 2}
-    argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=MIRROR, **options)
+    argv = run_args(tmp_path / "RANK", text, trainer__snapshot_path=URL, **options)
     first, second = run_ranks(2, _lose_rank_0, argv, tmp_path, tmp_path=tmp_path)[0]
     assert (first[0][0], first[1]) == (0, names(4, 8, 10))
     assert (second[0][0], second[1]) == (0, names(4, 12, 14))
-    assert f"resuming from {MIRROR}/step_00000010.pt" in second[0][1]
+    assert f"resuming from {URL}/rank0/step_00000010.pt" in second[0][1]
     assert list_snapshots(tmp_path / "rank0") == names(12, 14)
     assert list_snapshots(tmp_path / "rank1") == names(4, 12, 14)
     assert "--best" not in second[0][1]  # the command would not find that snapshot in rank 0's folder
@@ -257,7 +253,7 @@ def _lose_rank_0(argv: list[str], folder: Path) -> list[Any]:
     results, init_method = [], os.environ["TEST_INIT_METHOD"]
     for steps in ("10", "14"):
         os.environ["TEST_INIT_METHOD"] = f"{init_method}-{steps}"
-        results.append((_train_on_machine(*argv, "--trainer.max_steps", steps), files(MIRROR)))
+        results.append((_train_on_machine(*argv, "--trainer.max_steps", steps), files(f"{URL}/rank0")))
         if steps == "10" and os.environ["RANK"] == "0":
             shutil.rmtree(folder / "rank0")
     return results
@@ -267,17 +263,15 @@ def test_an_upload_holds_up_no_step_and_no_local_save_and_the_status_is_0_if_and
     text: Path, tmp_path: Path
 ) -> None:
     """Whatever failed before: an upload of a run that goes on, an earlier start's, or one that was cut."""
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, trainer__eval_every=100)
+    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL, trainer__eval_every=100)
     [(uploaded, results)] = run_ranks(1, _train_with_faulty_store, argv, tmp_path=tmp_path)
     late, failed, still_away, back, cut = results
     assert uploaded == names(3, 12)  # when the upload of step 3 ends, steps 6 and 9 are overtaken
     assert late == (0, "", names(12)[0])
-    problem = f"trainer.snapshot_path: {MIRROR}/{names(15)[0]} can't be written: the store is away"
+    problem = f"{MIRROR}/{names(15)[0]} can't be written: the store is away"
     assert failed == still_away
     assert (failed[0], failed[2]) == (2, names(12)[0])
-    place = f"{tmp_path}/run/snapshots"
-    message = f"the snapshot of step 15 is in {place}, but not all snapshots could be uploaded: {problem}"
-    assert failed[1].startswith(f"error: {message}")
+    assert failed[1].startswith(f"error: not all snapshots could be saved: {problem}")
     assert back == cut == (0, "", names(15)[0])
     assert list_snapshots(tmp_path / "run") == names(9, 12, 15)
 
@@ -310,102 +304,6 @@ def _train_with_faulty_store(argv: list[str]) -> tuple[list[str], list[tuple[int
     results = [start(12, fail_late), start(15, fail), start(15, fail), start(15, put_file)]
     fs.pipe_file(f"{MIRROR}/{names(15)[0]}", (local / names(15)[0]).read_bytes()[:1000])
     return uploaded, [*results, start(15, put_file)]
-
-
-@pytest.mark.parametrize(
-    ("what", "count", "is_profiled"), [("upload", 1, False), ("upload", 1, True), ("write", 2, False)]
-)
-def test_a_wait_ends_at_the_first_signal_if_all_is_written_and_at_a_second_one_in_any_case(
-    what: str, count: int, is_profiled: bool, text: Path, tmp_path: Path
-) -> None:
-    """Python joins threads after the program if it is profiled."""
-    options: dict[str, Any] = {"trainer__save_every": 1000, "trainer__eval_every": 1000, "trainer__save_overhead": None}
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=MIRROR, **options)
-    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
-    body = _profiled_main_that_hangs if is_profiled else _main_that_hangs
-    [process], _ = start_ranks(1, body, what, argv, stdout, stderr, tmp_path=tmp_path)
-    place = MIRROR if what == "upload" else f"{tmp_path}/run/snapshots"
-    line = f"waiting for rank 0 to save a snapshot in {place}\n"
-    wait_until(lambda: stdout.exists() and line in stdout.read_text(), "the save")
-    for number in range(count):
-        time.sleep(number * 0.4)
-        process.terminate()
-    process.join(5)
-    assert process.exitcode == (0 if is_profiled else 143)  # start_ranks catches the exception of sys.exit
-    message = "stopped by SIGTERM at step 12 before all snapshots were uploaded; run the same command to continue"
-    assert (message in stdout.read_text()) == (what == "upload")
-    assert list_snapshots(tmp_path / "run") == (names(12) if what == "upload" else [])
-
-
-def _profiled_main_that_hangs(*args: Any) -> None:
-    sys.setprofile(lambda *event: None)
-    _main_that_hangs(*args)
-
-
-@pytest.mark.parametrize(
-    ("what", "out", "err"),
-    [
-        ("upload", "stopped by SIGINT at step {step} after saving a snapshot", ""),
-        ("write", "waiting for rank 0", "error: interrupted before the snapshot of step {step} was written"),
-    ],
-)
-def test_in_a_session_a_second_interrupt_ends_the_wait(
-    what: str, out: str, err: str, text: Path, tmp_path: Path
-) -> None:
-    run_dir, stdout, stderr = tmp_path / "run", tmp_path / "stdout", tmp_path / "stderr"
-    endless: dict[str, Any] = {"trainer__max_steps": 10**6, "trainer__save_every": 10**6, "trainer__eval_every": 10**6}
-    argv = run_args(run_dir, text, trainer__snapshot_path=MIRROR, trainer__save_overhead=None, **endless)
-    [process], _ = start_ranks(1, _session_that_hangs, what, argv, stdout, stderr, tmp_path=tmp_path)
-    wait_for_step(run_dir, 5)
-    os.kill(process.pid, signal.SIGINT)
-    wait_until(lambda: "waiting for rank 0 to save" in stdout.read_text(), "the save")
-    os.kill(process.pid, signal.SIGINT)
-    process.join(5)
-    assert not process.is_alive()
-    step = read_rows(run_dir)[-1]["step"]
-    assert stdout.read_text().count(out.format(step=step)) == 1
-    assert err.format(step=step) in stderr.read_text()
-    assert stderr.read_text().count("\n") == bool(err)
-    assert list_snapshots(run_dir) == (names(step) if what == "upload" else [])
-
-
-def _session_that_hangs(*args: Any) -> None:
-    sys.ps1 = ">>> "
-    manager.EXIT_WAIT_SECONDS = 0.5
-    _main_that_hangs(*args)
-
-
-def _main_that_hangs(what: str, *args: Any) -> None:
-    def hang(*args: Any) -> None:
-        time.sleep(30)
-
-    if what == "upload":
-        type(fsspec.filesystem("memory")).put_file = hang
-    else:
-        SnapshotFolder.write = hang  # type: ignore[method-assign]
-    signals.SECOND_SIGNAL_SECONDS = 0.3
-    manager.REPORT_SECONDS = 0.5
-    main_process(*args)
-
-
-def test_the_best_snapshot_that_could_be_saved_is_kept_also_by_the_next_start(tmp_path: Path) -> None:
-    """The saves of better evaluations than the first one fail."""
-    text = write_overfitting_text(tmp_path / "text.txt")
-    argv = run_args(tmp_path / "run", text, **OVERFITTING, trainer__eval_every=1, trainer__save_every=2)
-    [(first, second)] = run_ranks(1, _train_without_best, argv, tmp_path=tmp_path)
-    assert (first[0], second[0]) == (0, 0)
-    assert "--best" not in first[1] + second[1]
-    assert newest_snapshot(tmp_path / "run")["best"]["step"] in range(2, 10)
-    assert load_pretrained(str(tmp_path / "run"), "--snapshot", best=True).snapshot["step"] == 1
-
-
-def _train_without_best(argv: list[str]) -> list[tuple[int, str, str]]:
-    def fail(folder: SnapshotFolder, snapshot: dict[str, Any]) -> None:
-        if snapshot["best"]["step"] == snapshot["step"] > 1:
-            raise UserError("the disk is full")
-
-    call_before(SnapshotFolder, "write", fail)
-    return [run_captured(*argv, "--trainer.max_steps", steps) for steps in ("10", "14")]
 
 
 @pytest.fixture(scope="module")
@@ -449,8 +347,8 @@ def test_ranks_resume_from_the_newest_snapshot_of_any_machine(fault: str, traine
 
 def test_machines_that_share_a_folder_have_one_writer(text: Path, tmp_path: Path) -> None:
     """Rank 1 finds the id of rank 0's lock in its folder, and rank 2 another one, of an earlier run."""
-    (tmp_path / "rank2/snapshots").mkdir(parents=True)
-    (tmp_path / "rank2/snapshots/.lock").write_text('{"process": 7, "host": "node7", "id": "another"}')
+    (tmp_path / "rank2").mkdir()
+    (tmp_path / "rank2/.lock").write_text('{"process": 7, "host": "node7", "id": "another"}')
     argv = run_args(tmp_path / "RANK", text, trainer__max_steps=1)
     results = run_ranks(3, _train_and_list_writes, *argv, tmp_path=tmp_path)
     assert results == [(0, True), (0, False), (0, True)]
@@ -459,7 +357,7 @@ def test_machines_that_share_a_folder_have_one_writer(text: Path, tmp_path: Path
 
 def _train_and_list_writes(*argv: str) -> tuple[int, bool]:
     written: list[int] = []
-    call_before(SnapshotFolder, "write", lambda folder, snapshot: written.append(snapshot["step"]))
+    call_before(SnapshotFolder, "write", lambda folder, snapshot, flush: written.append(snapshot["step"]))
     folder = {"0": "rank0", "1": "rank0", "2": "rank2"}[os.environ["RANK"]]
     os.environ["LOCAL_RANK"] = "0"
     return train_main(*(word.replace("RANK", folder) for word in argv)), bool(written)

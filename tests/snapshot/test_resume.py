@@ -92,17 +92,16 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     snapshot = load_snapshot(str(older))
     snapshot["config"]["distributed"]["survive"] = True
     snapshot["config"]["trainer"]["save_minutes"] = None
-    del snapshot["code"]
-    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot)
+    del snapshot["config"]["model"]["bias"]
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(snapshot, flush=True)
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
     argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
     [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
     assert status == 0
-    damaged, used = err.splitlines()
+    [damaged] = err.splitlines()
     assert f"{file} is damaged (the bytes of its part archive/data.pkl do not" in damaged
-    assert used.endswith(f"{older} is used instead")
     assert f"resuming from {older}\n" in out
     assert not re.search(" has changed|changed since|the learning rate of", out)
     assert_equal_snapshots(trained / "one", run_dir)
@@ -110,15 +109,13 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     assert loss_curve(run_dir) == loss_curve(trained / "one")
 
 
-def test_a_snapshot_without_the_state_of_the_optimizer_or_weights_that_fit_is_refused(
-    trained: Path, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_snapshot_without_weights_that_fit_is_refused(trained: Path, run_dir: Path, tmp_path: Path) -> None:
     weights = {f"other.{name}": weight for name, weight in newest_snapshot(run_dir)["model"].items()}
-    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(newest_snapshot(run_dir) | {"model": weights, "optimizer": {}})
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(newest_snapshot(run_dir) | {"model": weights}, flush=True)
     again, new = (run_args(tmp_path / name, trained / "text.txt", trainer__max_steps=7) for name in ("run", "new"))
     argvs = [again, [*new, "--trainer.init_from", str(run_dir)]]
     messages = (
-        f"trainer.snapshot_path: {run_dir}/snapshots/step_00000006.pt has an optimizer state for 0 of {len(weights)} ",
+        f"the weights in {run_dir}/snapshots/step_00000006.pt are not those of the model, whose code has changed: ",
         f"trainer.init_from: no weights of {run_dir} fit the model: new in the model: ",
     )
     results, others = run_ranks(2, run_each_captured, argvs, tmp_path=tmp_path)
@@ -131,10 +128,9 @@ def test_a_snapshot_without_the_state_of_the_optimizer_or_weights_that_fit_is_re
 
 def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
     """The scaler's state is restored if the snapshot has one."""
-    argvs = [
-        run_args(run_dir, trained / "text.txt", trainer__precision=precision, trainer__max_steps=steps)
-        for precision, steps in (("fp16", 7), ("fp16", 8), ("fp32", 9))
-    ]
+    argv = run_args(run_dir, trained / "text.txt", trainer__save_every=1)
+    starts = (("fp16", "7"), ("fp16", "8"), ("fp32", "9"))
+    argvs = [[*argv, "--trainer.precision", precision, "--trainer.max_steps", steps] for precision, steps in starts]
     [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
     assert all((status, err) == (0, "") for status, _, err in results), results
     scalers = [load_snapshot(f"{run_dir}/snapshots/step_{step:08}.pt")["scaler"] for step in (7, 8, 9)]
@@ -179,10 +175,10 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
     before.
     """
     before = newest_snapshot(run_dir)
-    changes = {"best": {"step": 3, "val_loss": 0.1}, "best_saved": 3}
+    changes: dict[str, Any] = {"best": {"step": 3, "val_loss": 0.1}}
     changes["code"] = {**before["code"], "model.py": "another content", "mingpt/nn/own.py": "removed"}
     del changes["code"]["trainer.py"]
-    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(before | changes)
+    SnapshotFolder(f"{run_dir}/snapshots", keep=9).write(before | changes, flush=True)
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text().replace("f", "s" if has_other_text else "f"))
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}

@@ -11,7 +11,6 @@ import torch
 
 from mingpt.config.conflicts import find_conflicts, fp16_obstacle
 from mingpt.config.parser import read_config
-from mingpt.system import cgroup
 from mingpt.system.device import (
     choose_device,
     choose_precision,
@@ -39,7 +38,6 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         capability: tuple[int, int] = (6, 1),
         mps: bool = False,
         cores: int = 8,
-        busy: int = 0,
         **cpu_flags: bool | str,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -51,8 +49,6 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr("mingpt.system.device.cpu_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda: None)
-        monkeypatch.setattr("mingpt.system.threads.busy_cores", lambda: busy)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -149,38 +145,22 @@ def test_the_keys_that_exclude_fp16_have_another_precision() -> None:
 
 
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
-    not_omp = "auto: kept from the snapshot, not 1 (OMP_NUM_THREADS)"
-    not_busy = "auto: kept from the snapshot, not 2 (5 idle of 8 cores / 2 ranks)"
-    for requested, ranks, busy, quota, saved, omp, expected, reason in [
-        ("auto", 1, 0, None, None, None, 8, "auto: 8 cores / 1 ranks"),
-        ("auto", 9, 0, None, None, "", 1, "auto: 8 cores / 9 ranks"),
-        ("auto", 2, 0, None, None, "two", 4, "auto: 8 cores / 2 ranks"),
-        ("auto", 2, 0, None, None, " 016,2", 16, "auto: OMP_NUM_THREADS"),
-        ("auto", 2, 0, None, 4, None, 4, "auto: kept from the snapshot"),
-        ("auto", 2, 0, None, 3, "3", 3, "auto: kept from the snapshot"),
-        ("auto", 2, 0, None, 3, "1", 3, not_omp),
-        (5, 2, 0, None, 3, "1", 5, "as "),
-        ("auto", 2, 3, None, None, None, 2, "auto: 5 idle of 8 cores / 2 ranks"),
-        ("auto", 2, 3, None, 4, None, 4, not_busy),
-        ("auto", 1, 8, None, None, None, 1, "auto: 0 idle of 8 cores / 1 ranks"),
-        ("auto", 1, 3, 6.0, None, None, 5, "auto: 5 idle of 8 cores / 1 ranks"),
-        ("auto", 1, 3, 4.0, None, None, 4, "auto: a CPU quota of 4 cores / 1 ranks"),
-        ("auto", 1, 0, 0.5, None, None, 1, "auto: a CPU quota of 0.5 cores / 1 ranks"),
+    for requested, ranks, busy, saved, omp, expected, reason in [
+        ("auto", 1, 0.0, None, None, 8, "auto: 8 idle cores / 1 ranks"),
+        ("auto", 9, 0.0, None, "", 1, "auto: 8 idle cores / 9 ranks"),
+        ("auto", 2, 25.0, None, "two", 3, "auto: 6 idle cores / 2 ranks"),
+        ("auto", 2, 99.0, None, None, 1, "auto: 0 idle cores / 2 ranks"),
+        ("auto", 2, 0.0, None, "16", 16, "auto: OMP_NUM_THREADS"),
+        ("auto", 2, 0.0, 3, "1", 3, "auto: kept from the snapshot"),
+        (5, 2, 0.0, 3, "1", 5, "as configured"),
     ]:
-        set_hardware(busy=busy)
-        monkeypatch.setattr("mingpt.system.threads.cpu_limit", lambda quota=quota: quota)
+        set_hardware()
+        monkeypatch.setattr("psutil.cpu_percent", lambda seconds, percpu, busy=busy: [busy] * 99)
         if omp is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", omp)
         threads, found = choose_threads(requested, ranks, saved)
         assert threads == expected
         assert found.startswith(reason), found
-
-
-def test_openmp_may_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = "OpenMP's limit from the environment, not 5: as configured"
-    for value, threads in ((" +3 ", 3), ("5", 5), ("0", 5), ("few", 5)):  # OpenMP ignores the last two
-        monkeypatch.setenv("OMP_THREAD_LIMIT", value)
-        assert choose_threads(5, 1, saved=None) == (threads, "as configured" if threads == 5 else limited)
 
 
 def test_mfu_is_given_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,25 +198,3 @@ SERVICE = {
     "user.slice/run-1.scope/cpu.max": "max 100000\n",
 }
 STEP = {"slurm/job_7/cpu.max": "200000 100000\n", "slurm/job_7/step_0/cpu.max": "max 100000\n"}
-
-
-@pytest.mark.parametrize(
-    ("groups", "limits", "cores"),
-    [
-        ("0::/slurm/job_7/step_0/task_0\n", STEP, 2.0),  # the job's limit is above the step's
-        ("0::/user.slice/run-1.scope\n", SERVICE, 1.5),  # the lowest counts, wherever it is
-        # A container without a namespace: the mount begins at its cgroup, and the path is the host's.
-        ("0::/docker/c0ffee\n", {"cpu.max": "100000 100000\n"}, 1.0),
-        ("9:memory:/job\n1:name=systemd:/\n", {}, None),  # cgroups of version 1
-    ],
-)
-def test_the_lowest_limit_of_the_cgroup_and_those_above_it_counts(
-    groups: str, limits: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    assert cgroup.cpu_limit() is None  # without cgroups
-    files = {f"sys/fs/cgroup/{name}": content for name, content in limits.items()}
-    for name, content in {"proc/self/cgroup": groups, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    assert cgroup.cpu_limit() == cores

@@ -1,14 +1,13 @@
 """One run at a time writes to a folder."""
 
-import contextlib
 import gc
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,9 +20,8 @@ from mingpt.config.parser import read_config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
-from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system import run_lock as lock
-from mingpt.system.run_lock import LOCK_NAME, RunLock, lock_folder
+from mingpt.system.run_lock import LOCK_NAME, RunLock
 from mingpt.text.corpus import Corpus
 from tests.helpers import (
     ROOT,
@@ -42,8 +40,8 @@ from trainer import Trainer
 HOLD_LOCK = """
 import sys, time
 from pathlib import Path
-from mingpt.system.run_lock import lock_folder
-lock_folder(Path(sys.argv[1]), "trainer.run_dir", "id")
+from mingpt.system.run_lock import RunLock
+RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """
@@ -55,7 +53,7 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take(folder: Path) -> int:
-    return lock_folder(folder, "trainer.run_dir", "id")
+    return RunLock(folder).descriptor
 
 
 def assert_locked(folder: Path, process: str = "") -> None:
@@ -67,8 +65,9 @@ def test_a_folder_is_locked_until_the_descriptor_is_closed(tmp_path: Path) -> No
     descriptor = take(tmp_path)
     os.close(take(tmp_path / "other"))
     message = (
-        f"trainer.run_dir: process {os.getpid()} is training in {tmp_path}; wait for it, stop it (a Trainer in a "
-        "notebook by its `close()`), or set another trainer.run_dir"
+        f"trainer.run_dir: process {os.getpid()} on {platform.node()} is training in {tmp_path}; wait for it, stop it "
+        "(a Trainer in a notebook by its `close()`), or set another trainer.run_dir; if it is lost, delete "
+        f"{tmp_path}/.lock"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         take(tmp_path)
@@ -83,7 +82,7 @@ def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(tmp_
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
-        assert_locked(tmp_path, f"process {process.pid}")
+        assert_locked(tmp_path, f"process {process.pid} on {platform.node()}")
         process.kill()
         process.wait()
         os.close(take(tmp_path))
@@ -93,7 +92,7 @@ def test_the_lock_of_another_host_names_host_and_file(tmp_path: Path) -> None:
     """The other host may be lost while its lock remains."""
     descriptor = take(tmp_path)
     os.pwrite(descriptor, json.dumps({"process": 7, "host": "node7"}).encode().ljust(200), 0)
-    assert_locked(tmp_path, f"process 7 on node7 (if that host is lost, delete {tmp_path}/.lock)")
+    assert_locked(tmp_path, "process 7 on node7")
     (tmp_path / LOCK_NAME).unlink()
     os.close(take(tmp_path))
     os.close(descriptor)
@@ -134,7 +133,7 @@ def build_trainer(folder: Path, **changes: Any) -> Trainer:
 @pytest.mark.usefixtures("text")
 def test_a_trainer_has_the_folders_until_its_end_or_close(tmp_path: Path) -> None:
     """A notebook keeps references to trainers and errors."""
-    folders = (tmp_path / "run", tmp_path / "run/snapshots")
+    folder = tmp_path / "run"
     gc.collect()  # closes files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError, match="can't be read") as kept:
@@ -144,30 +143,11 @@ def test_a_trainer_has_the_folders_until_its_end_or_close(tmp_path: Path) -> Non
     done = build_trainer(tmp_path)
     assert done.train() == 0
     by_hand = build_trainer(tmp_path)
-    for folder in folders:
-        assert_locked(folder)
+    assert_locked(folder)
     by_hand.close()
-    with contextlib.closing(RunLock(dict.fromkeys(folders, "trainer.run_dir"))):
-        with pytest.raises(UserError, match="is training in"):  # and the first folder is free again
-            RunLock({tmp_path / "other": "trainer.run_dir", folders[0]: "trainer.run_dir"})
-        os.close(take(tmp_path / "other"))
+    os.close(take(folder))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folders[1]}/step_00000001.pt")
-
-
-@pytest.mark.usefixtures("text")
-def test_a_folder_stays_locked_while_a_closed_trainer_still_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mingpt.snapshot.manager.EXIT_WAIT_SECONDS", 0.1)
-    permission = threading.Event()
-    monkeypatch.setattr(SnapshotFolder, "write", lambda *args: permission.wait(60))
-    monkeypatch.setattr(Trainer, "finish", lambda trainer: 0)
-    build_trainer(tmp_path).train()
-    assert_locked(tmp_path / "run")
-    permission.set()
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT", 5.0)
-    os.close(take(tmp_path / "run"))
+    assert (kept, trained.progress.step, done.resumed_from) == (kept, 1, f"{folder}/snapshots/step_00000001.pt")
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -234,20 +214,3 @@ def test_torchrun_begins_a_new_run_after_the_folder_was_moved(text: Path, tmp_pa
         process.communicate(timeout=60)
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0]
     assert {row["restart_count"] for row in read_rows(run_dir)} == {1}
-
-
-def test_a_run_without_the_snapshots_that_it_has_saved_does_not_start_anew(text: Path, tmp_path: Path) -> None:
-    """The disk of trainer.snapshot_path may not be mounted."""
-    run_dir, snapshots = tmp_path / "run", tmp_path / "disk/snapshots"
-    argv = run_args(run_dir, text, trainer__snapshot_path=snapshots, trainer__max_steps=7)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    snapshots.rename(tmp_path / "not mounted")
-    [(status, _, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 2
-    assert err == (
-        f"error: trainer.snapshot_path: there is no whole snapshot in {snapshots} (0 damaged), but according to "
-        f"{run_dir}/metrics.jsonl this run has saved 3, the last at step 7; mount the disk, or copy the snapshots "
-        "there; to start again from step 0, set another trainer.run_dir and trainer.snapshot_path\n"
-    )
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
