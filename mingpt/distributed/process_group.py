@@ -1,11 +1,10 @@
-"""The process group of a run: connects ranks, names the ranks that have caused an error, and destroys the group."""
+"""What main.py needs for its process group: it connects ranks, names those that have caused an error, and cleans up."""
 
 import faulthandler
 import platform
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,46 +13,12 @@ from mingpt.config.schema import Config
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous, resolve_init_method, select_gloo_interface, uses_agent_store
-from mingpt.errors import PeerError, UserError
+from mingpt.errors import UserError
 from mingpt.monitoring.logging import is_reporter, logger, set_reporter
-from mingpt.system.device import use_cuda
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 ERROR_SECONDS = 2.0  # all ranks that are alive get an error within this time after the first one
 ANSWER_SECONDS = 5.0  # how long the store's answers may take
-
-
-@contextmanager
-def process_group(config: Config, info: RankInfo) -> Iterator[DistributedContext]:
-    """Sets up the process group for the block, and destroys it afterwards unless the block fails.
-
-    A single process gets a process group only if its strategy is FSDP.
-
-    Raises:
-        UserError: the other ranks did not connect, there are fewer GPUs than ranks, or nccl is set without a GPU.
-        PeerError: another rank caused an error in the block.
-    """
-    destroy_process_group()  # of an earlier run in this process that has failed
-    store: dist.Store = dist.HashStore()
-    if info.world_size > 1:
-        store = connect(config, info)
-    if info.world_size > 1 or config.distributed.uses_fsdp:
-        backend = "cpu:gloo,cuda:nccl" if use_cuda(config.distributed.backend) else "gloo"
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-        )
-    try:
-        yield DistributedContext(info, config.distributed)
-    except Exception as error:
-        if info.world_size > 1 and (cause := explain(dist.PrefixStore("errors", store), info, error)):
-            raise PeerError(f"{cause}; the same command resumes") from error
-        raise
-    destroy_process_group()
 
 
 def connect(config: Config, info: RankInfo) -> dist.Store:
