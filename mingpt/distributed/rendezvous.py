@@ -71,7 +71,11 @@ def rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta)
     else:
         host, port = host_and_port(init_method)
         is_host = rank == 0 and not uses_agent_store(init_method)
-        store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout)
+        listener = None
+        if is_host and host in (LOOPBACK, "localhost"):  # a store would listen at all addresses
+            host = LOOPBACK
+            listener = socket.create_server((host, port), backlog=1024).detach()
+        store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, master_listen_fd=listener)
     token = f"{machine_id()}/{uuid.uuid4().hex}"
     store.set(f"token/{rank}", token)
     keys = [f"token/{other}" for other in range(world_size)]
