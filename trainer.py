@@ -337,6 +337,7 @@ class Trainer:
             "text_sha256": self.corpus.sha256,
             "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
+            "param_groups": self.strategy.changed_groups(),
         }
 
     def finish(self) -> int:

@@ -40,6 +40,7 @@ class RankState:
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
         is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         optimizer: its step updates all parameters on all ranks
+        built_groups: its parameter groups when it was built
     """
 
     is_sharded = False
@@ -49,6 +50,7 @@ class RankState:
     full_shapes: Mapping[str, Tensor]
     local_state: dict[str, dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
+    built_groups: list[dict[str, Any]]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -57,6 +59,18 @@ class RankState:
         They are read again each time, because a model may replace its buffers.
         """
         return self.full_model.state_dict(keep_vars=True)
+
+    def changed_groups(self) -> list[dict[str, Any]]:
+        """Returns the numbers that steps have changed in each parameter group, except for the learning rate."""
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr") and value is not built.get(key)}
+            for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True)
+        ]
+
+    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
+        """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
+        for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
+            group.update(changed)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.

@@ -84,6 +84,7 @@ class Strategy(RankState):
         self.parameters = dict(model.named_parameters())
         self.full_shapes = self.state
         self.optimizer = self.build_optimizer(model)
+        self.built_groups = [dict(group) for group in self.optimizer.param_groups]
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 

@@ -61,9 +61,6 @@ class SnapshotManager:
 
     Args:
         lock: lock of the run folder, on rank 0. If it is lost, nothing is written or deleted.
-
-    Raises:
-        UserError: a rank can't write to its folder of snapshots.
     """
 
     def __init__(self, config: Config, context: DistributedContext, lock: RunLock | None) -> None:
@@ -76,10 +73,6 @@ class SnapshotManager:
         self.is_writer = context.rank == 0 or (
             context.local_rank == 0 and read_holder(self.run_dir).get("id") != lock_id
         )
-        with shared_errors(context):
-            for folder in (self.folder, self.mirror):
-                if folder is not None and self.is_writer:
-                    folder.make()
         self.header: dict[str, Any] = {}  # of the newest snapshot that is flushed to disk
         self.writer = ThreadPoolExecutor(1, "snapshot")
         self.uploader = ThreadPoolExecutor(1, "snapshot")
@@ -95,15 +88,22 @@ class SnapshotManager:
         """Loads the newest snapshot that any rank has. Returns None if there are no snapshots.
 
         Raises:
-            UserError: a folder or a snapshot can't be read.
+            UserError: a rank can't write to its folder of snapshots, or there is none that can be read.
         """
         content: dict[str, Any] = {}
         path = ""
+        folders = [folder for folder in (self.folder, self.mirror) if folder is not None and self.is_writer]
         with shared_errors(self.context):
-            for folder in (self.folder, self.mirror):
-                if folder is None or not self.is_writer:
+            for folder in folders:
+                try:
+                    folder.make()
+                    newer = folder.load_newest(after=content.get("step", -1))
+                except UserError as error:
+                    if not content:
+                        raise
+                    logger.warning(str(error))  # a store that is away does not stop a run that has its own snapshots
                     continue
-                if newer := folder.load_newest(after=content.get("step", -1)):
+                if newer:
                     content = newer
                     path = folder.file(content["step"])
         steps = all_gather_object(self.context, content.get("step", -1))
@@ -129,6 +129,7 @@ class SnapshotManager:
         strategy.load_full_state(content.get("model", {}), content.get("optimizer", {}), newest.source_rank)
         if header["scaler"]:  # it is empty unless the run that saved it used fp16
             strategy.scaler.load_state_dict(header["scaler"])
+        strategy.load_changed_groups(header["param_groups"])
 
         self.header = header
         self._upload()  # the last upload may have failed
