@@ -4,12 +4,18 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from threading import RLock
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 logger = logging.getLogger("mingpt")
 
 # Arguments of tqdm for a bar that appears on a terminal after a second and is removed at the end.
 BAR_OPTIONS: dict[str, Any] = {"unit_scale": True, "delay": 1, "disable": None, "leave": False}
+
+# The default lock includes a semaphore of multiprocessing. Python 3.14 reports it as leaked after `exit_process`.
+tqdm.set_lock(RLock())
 
 
 class _Handler(logging.Handler):
@@ -29,7 +35,7 @@ class _Handler(logging.Handler):
         elif self.info_stream == "stdout" and not stream.isatty():
             message = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {message}"
         # Training must not end because of a reader that has ended (`| head`), a full disk or a closed terminal.
-        with suppress(OSError):
+        with suppress(OSError), tqdm.external_write_mode(stream):  # above a bar
             print(message, file=stream, flush=True)
 
 

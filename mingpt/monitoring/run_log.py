@@ -5,12 +5,16 @@ A row is an event (start, train, eval, sample, snapshot, stop) at a step, with v
 
 import json
 import math
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+
+from tqdm import tqdm
 
 from mingpt.config.schema import Config, config_to_dict
 from mingpt.config.yaml_format import dump_config
@@ -173,7 +177,7 @@ class WeightsAndBiases:
 
 
 class Terminal:
-    """Log lines.
+    """Log lines, and on a terminal a bar below them, which has the train rows.
 
     Args:
         step: the step at which this process starts
@@ -185,9 +189,22 @@ class Terminal:
         self.first_step = step
         self.last_step = last_step
         self.started = time.monotonic()
+        self.bar = tqdm(
+            total=last_step,
+            initial=step,
+            bar_format="{n_fmt}/{total_fmt} {bar} {remaining} left{postfix}",
+            smoothing=0,  # the time left is at the average pace so far
+            ncols=shutil.get_terminal_size().columns - 1,  # tqdm would show nothing if `docker exec -t` reports 0 rows
+            nrows=20,
+            disable=None,  # if stdout is not a terminal
+            file=sys.stdout,
+        )
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if event == "train":
+            self.bar.n = step
+            self.bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s")
+        if event == "train" and self.bar.disable:
             pace = (time.monotonic() - self.started) / (step - self.first_step)
             logger.info(
                 f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
@@ -205,7 +222,8 @@ class Terminal:
             logger.info(f"step {step} continues {values['prompt']!r}:\n{indent(shown.strip(), '    ')}")
 
     def close(self) -> None:
-        """Each line is shown at once."""
+        """Leaves the bar on the terminal."""
+        self.bar.close()
 
 
 def duration(seconds: float) -> str:
