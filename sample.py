@@ -1,6 +1,7 @@
-"""Generates text from a snapshot. Nothing else goes to stdout."""
+"""Generates text from a snapshot, or computes its loss on a text. Nothing else goes to stdout."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -10,16 +11,23 @@ if __name__ == "__main__":
     start_program()
 
 import torch
+from tqdm import tqdm
 
+from char_dataset import ValidationDataset
 from mingpt.config.parser import default_snapshot_path
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import configure_logging
+from mingpt.monitoring.logging import BAR_OPTIONS, configure_logging
+from mingpt.nn.layers import IGNORE_INDEX
+from mingpt.parallel.strategy import DTYPES
 from mingpt.program import run_program
-from mingpt.snapshot.load import load_pretrained
+from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
+from mingpt.text.corpus import read_text
 from mingpt.text.tokenizer import stream_text
+from model import GPT
 
+EVALUATION_BATCH = 16  # windows in a forward pass
 SEPARATOR = "\n---------------\n"  # between samples
 
 
@@ -39,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top_k", type=int, help="sample from the k most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to p")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers")
+    parser.add_argument("--evaluate", metavar="TEXT", help="print the loss on a text instead: a file, a glob or a URL")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser
 
@@ -56,9 +65,28 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--device is cuda, but PyTorch sees no CUDA GPU here; set it to cpu")
 
 
+def evaluate(pretrained: Pretrained, model: GPT, text: str, device: str) -> str:
+    """Returns the mean loss over all windows of a text, in the run's precision, like an evaluation of main.py."""
+    tokens = pretrained.tokenizer.encode(text, "--evaluate")
+    if len(tokens) < 2:
+        raise UserError("--evaluate: the text has one token, but needs a second one as its target")
+    data = ValidationDataset(tokens, model.config.block_size)
+    dtype = DTYPES[pretrained.snapshot.get("choices", {}).get("precision", "fp32")]  # transformers' weights have none
+    total, count = 0.0, 0
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        for start in tqdm(range(0, len(data), EVALUATION_BATCH), desc="evaluating", **BAR_OPTIONS):
+            idx, targets = data[range(start, start + EVALUATION_BATCH)]
+            number = int((targets != IGNORE_INDEX).sum())
+            total += model.eval()(idx.to(device), targets.to(device))[1].item() * number
+            count += number
+    nats = total / count
+    bits = nats / math.log(2) * len(tokens) / len(text.encode())
+    return f"{nats:.4f} nats per token, {bits:.4f} bits per byte, {len(tokens):,} tokens"
+
+
 @torch.inference_mode()
 def run(argv: Sequence[str]) -> None:
-    """Writes the prompt, then each token when it is generated."""
+    """Writes the prompt, then each token when it is generated; or the loss on a text."""
     configure_logging(info_stream="stderr")
     args = build_parser().parse_args(argv)
     check_args(args)
@@ -67,6 +95,9 @@ def run(argv: Sequence[str]) -> None:
     threads, _ = choose_threads("auto", 1, None)  # with more than idle cores, they wait for each other at each token
     torch.set_num_threads(threads)
     model = pretrained.build_model().to(args.device)
+    if args.evaluate is not None:
+        print(evaluate(pretrained, model, read_text(args.evaluate, "--evaluate"), args.device))
+        return
     tokenizer = pretrained.tokenizer
     prompt = args.prompt or tokenizer.default_prompt
     prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()

@@ -76,14 +76,20 @@ def read_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
     return corpus
 
 
-def _read_text(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    fs, names = find_files(config.path, "data.path")
+def read_text(path: str, key: str) -> str:
+    """Returns the text of a file, a glob or a URL, for a key or an option; raises a UserError if there is none."""
+    fs, names = find_files(path, key)
     text = ""
     for name in names:
-        with readable(name, "data.path"), open_text(fs, name) as file:
+        with readable(name, key), open_text(fs, name) as file:
             text += file.read()
     if not text:
-        raise UserError(f"data.path: {config.path} is empty; name a file that contains text")
+        raise UserError(f"{key}: {path} is empty; name a file that contains text")
+    return text
+
+
+def _read_text(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    text = read_text(config.path, "data.path")
     tokenizer = tokenizer.extended(text)
     training, validation = train_val_split(tokenizer.encode(text, "data.path"), config)
     digest = hashlib.sha256(text.encode()).hexdigest()
