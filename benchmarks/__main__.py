@@ -2,9 +2,11 @@
 
     python -m benchmarks ab "--distributed.strategy zero1" "--distributed.strategy ddp" --ranks 2
     python -m benchmarks checkout FOLDER
+    python -m benchmarks nanogpt FOLDER
 
-A and B train in turn, in a process of their own each time. `ab` compares two lists of options of main.py, and
-`checkout` another checkout of this repository with this one. Further options are main.py's and apply to both sides.
+A and B train in turn, in a process of their own each time. `ab` compares two lists of options of main.py, `checkout`
+another checkout of this repository with this one, and `nanogpt` the model.py of nanoGPT in FOLDER with this program.
+Further options are main.py's and apply to both sides.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 
 ROOT = Path(__file__).parents[1]
-MAIN = "main.py --trainer.sample_every null --trainer.save_overhead null --trainer.eval_windows 100"
+DEFAULTS = "--trainer.sample_every null --trainer.save_overhead null --trainer.eval_windows 100"
+MAIN = f"main.py {DEFAULTS}"
+NANOGPT = "--model.bias false --optimizer.name adamw"  # what both programs have
 
 Side = tuple[Path, str]  # a checkout, and a command line for Python in it
 
@@ -39,6 +43,9 @@ def choose_sides(words: Sequence[str], options: str) -> tuple[Side, Side]:
             return (ROOT, f"{MAIN} {options} {a}"), (ROOT, f"{MAIN} {options} {b}")
         case ["checkout", folder] if Path(folder, "main.py").is_file():
             return (Path(folder), f"{MAIN} {options}"), (ROOT, f"{MAIN} {options}")
+        case ["nanogpt", folder] if Path(folder, "model.py").is_file():
+            same = f"{DEFAULTS} {NANOGPT} {options}"
+            return (ROOT, f"-m benchmarks.nanogpt {shlex.quote(folder)} {same}"), (ROOT, f"main.py {same}")
     raise UserError(f"command line: {shlex.join(words)} is not a benchmark; --help lists all")
 
 
