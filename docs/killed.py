@@ -18,10 +18,9 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from plot import draw, read_run
+from plot import draw, read_rows
 from tests.faults.runs import Run, assert_same_run, send
 from tests.helpers import ROOT
 
@@ -111,10 +110,7 @@ def compare(undisturbed: Run, killed: Run) -> None:
 
 
 def draw_pair(undisturbed: Run, killed: Run, file: Path) -> None:
-    runs = [
-        replace(read_run(run.run_dir), name=name) for run, name in ((undisturbed, "undisturbed"), (killed, "killed"))
-    ]
-    draw(runs, file)
+    draw({"undisturbed": read_rows(undisturbed.run_dir), "killed": read_rows(killed.run_dir)}, file)
     print(file)
 
 

@@ -35,7 +35,6 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
-from mingpt.distributed.process_group import process_group
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.text.tokenizer import JSONTokenizer
@@ -283,7 +282,7 @@ def run_main(argv: list[str]) -> int:
 def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
     """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
     config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
-    with process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
+    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
         yield context
 
 
@@ -475,13 +474,8 @@ def _local_rank(env: list[str]) -> str:
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
-    """Returns a model with blocks that have an effect. nanochat's output projections are zero at the start."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
-    for parameter in model.parameters():
-        if parameter.dim() == 2 and not parameter.any():
-            nn.init.normal_(parameter, std=0.01)
-    return model
+    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
 
 
 def random_gpt(**changes: Any) -> GPT:
@@ -505,7 +499,7 @@ def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
     """
     config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
     with (
-        process_group(config, detect_launch_environment(os.environ)) as context,
+        main.process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),
         redirect_stderr(io.StringIO()),
     ):

@@ -15,7 +15,6 @@ import export
 import sample
 from export import model_card
 from mingpt.config.parser import read_config
-from mingpt.nn.layers import rms_norm
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.load import load_pretrained
 from model import GPT
@@ -32,24 +31,19 @@ from tests.helpers import (
 
 SNAPSHOT = "snapshots/step_00000006.pt"
 CHARACTERS = 'figs ñandú—🙂"\\\t'
-nanochat = pytest.mark.parametrize("trained", [("nanochat", True)], indirect=True, ids=["nanochat"])
+with_bias = pytest.mark.parametrize("trained", [True], indirect=True)
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(("gpt2", True), id="gpt2", marks=pytest.mark.slow),
-        pytest.param(("gpt2", False), id="gpt2 without bias", marks=pytest.mark.slow),
-        pytest.param(("nanochat", True), id="nanochat"),
-    ],
+    params=[True, pytest.param(False, id="without bias", marks=pytest.mark.slow)],
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of six steps, with noise in the newest weights, so that outputs differ clearly."""
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
-    architecture, bias = request.param
-    changes = {"model__architecture": architecture, "model__bias": bias, "data__block_size": 256}
+    changes = {"model__bias": request.param, "data__block_size": 256}
     run_on("cpu", 1, [run_args(folder / "run", text, trainer__max_steps=6, **changes)], folder)
     snapshot = torch.load(folder / "run" / SNAPSHOT, weights_only=True)
     torch.manual_seed(3)  # with some seeds the greedy text repeats one character
@@ -75,7 +69,7 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
     assert f"The tokenizer knows the {len(snapshot['vocabulary'])} distinct characters of the training text." in card
-    assert f"A GPT of architecture {snapshot['config']['model']['architecture']}: 2 layers" in card
+    assert "A GPT-2: 2 layers" in card
     command = card.partition("Trained by\n\n```\npython main.py ")[2].partition("\n```\n")[0]
     options = shlex.split(command)
     with pytest.raises(SystemExit, match="0"):
@@ -144,10 +138,8 @@ def test_transformers_4_finds_the_class_of_the_tokenizer_and_only_the_inputs_of_
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert list(tokenizer("anna", return_tensors="pt")) == ["input_ids", "attention_mask"]
     config = json.loads((exported / "config.json").read_text())
-    if config["model_type"] == "gpt2":
-        assert config["n_ctx"] == 256  # for llama.cpp
-    version = {"gpt2": "4.46", "nanochat": "5.0"}[config["model_type"]]
-    assert f"The folder loads with transformers {version} or later." in (exported / "README.md").read_text()
+    assert config["n_ctx"] == 256  # for llama.cpp
+    assert "The folder loads with transformers 4.46 or later." in (exported / "README.md").read_text()
 
 
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
@@ -155,7 +147,7 @@ def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 64))
 
 
-@nanochat
+@with_bias
 def test_a_refused_export_is_one_message_and_writes_nothing(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -178,13 +170,14 @@ def test_a_refused_export_is_one_message_and_writes_nothing(
     snapshot = torch.load(trained / SNAPSHOT, weights_only=True)
     snapshot["model"]["transformer.h.0.conv_1.weight"] = torch.ones(16, 1, 4)
     torch.save(snapshot, tmp_path / "convolutions.pt")
-    refused(tmp_path / "convolutions.pt", "new", "--snapshot: the nanochat of transformers has other weights: Error")
-    differ = "--snapshot: the logits of the nanochat of transformers differ from this program's by "
+    refused(
+        tmp_path / "convolutions.pt", "new", "--snapshot: the GPT2LMHeadModel of transformers has other weights: Error"
+    )
+    differ = "--snapshot: the logits of the GPT2LMHeadModel of transformers differ from this program's by "
     # The window is longer than there are characters.
-    for function, changed in (("rms_norm", lambda x: 2 * rms_norm(x)), ("attention", window_of_64)):
-        with monkeypatch.context() as changed_code:
-            changed_code.setattr(f"model.{function}", changed)
-            refused(trained, "new", differ)
+    with monkeypatch.context() as changed_code:
+        changed_code.setattr("model.attention", window_of_64)
+        refused(trained, "new", differ)
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "mingpt.snapshot.hf_export")
     refused(trained, "new", "export.py needs transformers 5 (")
@@ -223,7 +216,7 @@ def test_a_run_starts_from_a_snapshot_and_new_characters_get_new_embeddings(trai
                 assert all(0 < found[vocabulary.index(character)].std() < 0.05 for character in "Zë")
 
 
-@nanochat
+@with_bias
 def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp_path: Path) -> None:
     """The weights determine block_size, and add characters to the vocabulary."""
     text, source = write_text(tmp_path / "other.txt"), shutil.copytree(trained, tmp_path / "source")
@@ -239,7 +232,7 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
 
 
-@nanochat
+@with_bias
 def test_weights_of_another_shape_are_refused_and_a_run_that_continues_uses_none(
     trained: Path, exported: Path, tmp_path: Path
 ) -> None:

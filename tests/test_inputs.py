@@ -58,7 +58,6 @@ OPTIONS = [
     ("--distributed.init_method file://a/b", ["file:///path"]),
     # Conflicts
     ("--model.n_embd 30 --model.n_head 4", ["model.n_embd is 30", "model.n_head, 4"]),
-    ("--model.n_embd 12 --model.n_head 4", ["model.n_embd", "even", "nanochat"]),
     ("--trainer.max_steps null", ["trainer.max_epochs", "trainer.max_steps", "null"]),
     ("--distributed.cpu_offload true --optimizer.name muon", ["must be fsdp", "optimizer.name is muon"]),
     (f"{OFFLOAD} {FP16}", ["distributed.cpu_offload", "fp16", "fp32 or bf16"]),
@@ -87,7 +86,7 @@ OPTIONS = [
 WRONG_VALUES = [
     ("model.n_layer", "two 2.5 true 12:30 0x1f 1e3 null [2] -1", ["a valid integer", "greater than 0"]),
     ("model.dropout", "true .nan 1:30.5 1 nan", ["a valid number", "less than 1", "a finite number"]),
-    ("model.architecture", "llama 2 null", ["'gpt2' or 'nanochat'"]),
+    ("optimizer.name", "sgd 2 null", ["'muon' or 'adamw'"]),
     ("model.bias", "2 maybe null 1.0", ["a valid boolean"]),
     ("trainer.max_steps", "true 1.5 auto 100000000 0", ["a valid integer", "less than", "greater than"]),
     ("trainer.threads", "many 1.5 true null 0", ["a valid integer", "'auto'", "greater than 0"]),

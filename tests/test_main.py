@@ -136,7 +136,6 @@ def test_on_windows_each_program_ends_with_one_line() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("model.architecture", "gpt2", "is gpt2, but nanochat in "),
         ("model.n_embd", "32", "is 32, but 16 in "),
         ("model.bias", "false", "is false, but true in "),
         ("data.block_size", "8", "is 8, but 16 in "),

@@ -15,14 +15,11 @@ from model import GPT, MLP
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ARCHITECTURES = ({"architecture": "gpt2"}, {"architecture": "nanochat"})
-all_architectures = pytest.mark.parametrize("options", ARCHITECTURES, ids=["gpt2", "nanochat"])
 
 
-@all_architectures
-def test_no_logit_depends_on_a_later_character(options: dict[str, Any]) -> None:
+def test_no_logit_depends_on_a_later_character() -> None:
     length = 40
-    model = small_gpt(**options, block_size=length)
+    model = small_gpt(block_size=length)
     base = random_tokens(length).expand(length, -1)
     position = torch.arange(length)
     one_changed = torch.where(position == position[:, None], (base + 1) % V, base)  # row t: character t differs
@@ -47,10 +44,9 @@ def random_walk(length: int, seed: int) -> Tensor:
     return torch.multinomial(STEPS, length, replacement=True, generator=generator).cumsum(0) % LETTERS
 
 
-@all_architectures
-def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(options: dict[str, Any]) -> None:
+def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it() -> None:
     window, batch, steps = 16, 32, 150
-    model = small_gpt(**options, n_embd=32, vocab_size=LETTERS, block_size=window)
+    model = small_gpt(n_embd=32, vocab_size=LETTERS, block_size=window)
     config = OptimizerConfig(name="adamw", learning_rate=1e-2, warmup_steps=10)
     optimizer = build_optimizer(model, config)
     for step, text in enumerate(random_walk(steps * batch * (window + 1), seed=1).view(steps, batch, -1), start=1):
@@ -80,12 +76,12 @@ def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
     expected = {f"transformer.{name}.weight" for name in ("wte", "wpe", *layers)}
     if bias:
         expected |= {f"transformer.{name}.bias" for name in layers}
-    model = small_gpt(architecture="gpt2", bias=bias)
+    model = small_gpt(bias=bias)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
 
 
 def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
-    model = small_gpt(architecture="gpt2", n_layer=3, n_embd=128, vocab_size=65, block_size=64)
+    model = small_gpt(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -97,18 +93,6 @@ def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
             assert abs(parameter.mean().item()) < 6 * std / parameter.numel() ** 0.5, name
     _, loss = model(random_tokens(16, 64, vocab_size=65), random_tokens(16, 64, seed=2, vocab_size=65))
     assert loss.item() == pytest.approx(math.log(65), abs=0.2)  # the loss of a uniform distribution
-
-
-def test_initial_weights_of_nanochat_make_blocks_the_identity() -> None:
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(architecture="nanochat", n_layer=3, vocab_size=65, block_size=64))
-    for name, parameter in model.named_parameters():
-        if name.endswith("c_proj.weight"):
-            assert not parameter.any(), name
-        else:
-            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
-    x = torch.randn(2, 5, 128)
-    assert all(torch.equal(block(x), x) for block in model.blocks.values())
 
 
 def test_initial_values_of_a_changed_model_are_those_of_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,19 +108,16 @@ def test_initial_values_of_a_changed_model_are_those_of_its_constructors(monkeyp
         nn.init.ones_(self.gate.bias)
 
     monkeypatch.setattr(MLP, "__init__", changed)
-    for architecture in ("gpt2", "nanochat"):
-        config = GPTConfig(architecture=architecture, n_layer=2, n_embd=16, vocab_size=V, block_size=T)
-        for block in GPT(config).blocks.values():
-            parameters = dict(block.mlp.named_parameters())  # type: ignore[union-attr, operator]
-            for name, value in values.items():
-                assert torch.equal(parameters[name], value), name
-            assert not parameters["gate.weight"].any()
-            assert parameters["gate.bias"] == 1
+    for block in GPT(GPTConfig(n_layer=2, n_embd=16, vocab_size=V, block_size=T)).blocks.values():
+        parameters = dict(block.mlp.named_parameters())  # type: ignore[union-attr, operator]
+        for name, value in values.items():
+            assert torch.equal(parameters[name], value), name
+        assert not parameters["gate.weight"].any()
+        assert parameters["gate.bias"] == 1
 
 
-@all_architectures
-def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(options: dict[str, Any]) -> None:
-    model, idx, targets = random_gpt(**options), random_tokens(3, 5), random_tokens(3, 5, seed=2)
+def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index() -> None:
+    model, idx, targets = random_gpt(), random_tokens(3, 5), random_tokens(3, 5, seed=2)
     logits, loss = model(idx, targets)
     assert logits.shape == (3, 5, V)
     assert model(idx)[1] is None
@@ -149,19 +130,17 @@ def test_loss_is_the_mean_over_targets_and_leaves_out_ignore_index(options: dict
     assert torch.allclose(model(idx, ignored)[1], F.cross_entropy(logits[kept], targets[kept]))
 
 
-@all_architectures
 @pytest.mark.parametrize("name", ["drop", "h.1.attn.attn_dropout", "h.1.attn.resid_dropout", "h.1.mlp.dropout"])
-def test_dropout_applies_to_embeddings_attention_and_both_branches(options: dict[str, Any], name: str) -> None:
-    model, idx = small_gpt(**options, dropout=0.0), random_tokens(2, T)
+def test_dropout_applies_to_embeddings_attention_and_both_branches(name: str) -> None:
+    model, idx = small_gpt(dropout=0.0), random_tokens(2, T)
     without = model(idx)[0]
     model.transformer.get_submodule(name).p = 0.5
     assert not torch.equal(model(idx)[0], without)
     assert torch.equal(model.eval()(idx)[0], without)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "nanochat"])
-def test_flops_are_those_that_pytorch_counts(architecture: str) -> None:
-    model, idx = small_gpt(architecture=architecture), random_tokens(1, T)
+def test_flops_are_those_that_pytorch_counts() -> None:
+    model, idx = small_gpt(), random_tokens(1, T)
     # With fused attention kernels, the scores that backward recomputes would be counted twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _, loss = model(idx, idx)

@@ -56,7 +56,7 @@ def compiled() -> Any:
 MUON = {"optimizer__name": "muon", "trainer__sample_every": 4}
 # Changes and options of each run
 RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
-    "adamw": (nullcontext, {"model__architecture": "gpt2", "optimizer__grad_norm_clip": None}),
+    "adamw": (nullcontext, {"optimizer__grad_norm_clip": None}),
     "muon": (nullcontext, {"trainer__precision": "bf16"} | MUON),
     "short last batch": (
         nullcontext,
@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {
     ),
     "masked targets": (lambda: undone(count_one_token_only), {}),
     "an auxiliary loss": (lambda: undone(add_auxiliary_loss), {}),
-    "frozen parameters": (lambda: undone(freeze), {"model__architecture": "gpt2"} | MUON),
+    "frozen parameters": (lambda: undone(freeze), MUON),
     "buffers": (lambda: undone(partial(change_buffers, is_new=False)), {}),
 }
 GPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]] = {

@@ -31,7 +31,6 @@ from trainer import Trainer
 Options = dict[str, Any]  # options of a run, by names such as trainer__batch_size
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-ARCHITECTURES = ("gpt2", "nanochat")
 # Enough blocks and micro-batches for two replicas of four stages.
 PIPELINE: Options = {"model__n_layer": 4, "trainer__batch_size": 8, "trainer__micro_batch_size": 1}
 
@@ -58,7 +57,6 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
     names = (
-        "model__architecture",
         "model__n_layer",
         "optimizer__name",
         "trainer__batch_size",

@@ -19,7 +19,6 @@ from tests.helpers import (
     write_text,
 )
 from tests.parallel.runs import (
-    ARCHITECTURES,
     PIPELINE,
     STRATEGIES,
     Options,
@@ -34,19 +33,18 @@ from trainer import Trainer
 SCHEDULED: list[Options] = [
     with_stages(
         stages,
-        model__architecture=ARCHITECTURES[(i + j) % 2],
         optimizer__name="muon" if stages == 4 else "adamw",
         distributed__pipeline_schedule=schedule,
     )
-    for i, stages in enumerate((2, 4))
-    for j, schedule in enumerate(("1f1b", "gpipe"))
+    for stages in (2, 4)
+    for schedule in ("1f1b", "gpipe")
 ]
 COMBINED: list[Options] = [
     with_stages(2, distributed__strategy="zero1", optimizer__name="muon"),
     with_stages(2, distributed__strategy="zero2", trainer__activation_checkpointing="selective"),
     with_stages(2, distributed__strategy="fsdp", trainer__activation_checkpointing="full"),
     with_stages(2, distributed__strategy="fsdp", trainer__compile=True),
-    with_stages(2, trainer__precision="bf16", model__architecture="gpt2"),
+    with_stages(2, trainer__precision="bf16"),
 ]
 # In the default model, the middle stage has only the matrices of blocks, so it does not have any parameters for AdamW.
 MIDDLE_STAGE = [with_stages(3, distributed__strategy=name, optimizer__name="muon") for name in STRATEGIES]
@@ -77,7 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 def _results(folder: Path, stages: int) -> dict[str, Any]:
     options = with_stages(stages, trainer__micro_batch_size=2, distributed__pipeline_schedule="gpipe")
-    tied = options | {"optimizer__name": "muon", "model__architecture": "gpt2"}
+    tied = options | {"optimizer__name": "muon"}
     results: dict[str, Any] = {}
     with open_trainer(*run_args(folder / f"run-{stages}", folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
         train_losses(trainer, 4)
@@ -148,7 +146,7 @@ def test_the_last_batch_may_be_short(tmp_path: Path) -> None:
             4,
             {
                 "fsdp": {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "full"},
-                "zero1": {"distributed__strategy": "zero1", "optimizer__name": "muon", "model__architecture": "gpt2"},
+                "zero1": {"distributed__strategy": "zero1", "optimizer__name": "muon"},
             },
             marks=pytest.mark.slow,
         ),

@@ -21,7 +21,6 @@ from tests.helpers import (
     write_text,
 )
 from tests.parallel.runs import (
-    ARCHITECTURES,
     STRATEGIES,
     Options,
     assert_exact_resume,
@@ -35,7 +34,6 @@ BY_NAME: dict[str, Options] = {name: {"distributed__strategy": name} for name in
 # Each strategy with each kind of activation checkpointing, so that all pairs of two options occur.
 TRAINED: list[Options] = [
     {
-        "model__architecture": ARCHITECTURES[(i // 2 + j // 2) % 2],
         "distributed__strategy": strategy,
         "trainer__activation_checkpointing": mode,
         "trainer__micro_batch_size": 2 if (i + j) % 2 else None,
@@ -73,17 +71,14 @@ def test_all_strategies_train_with_the_same_losses(device: str, ranks: int, step
 @pytest.mark.slow
 def test_compiled_models_and_blocks_train_with_the_same_losses(tmp_path: Path) -> None:
     blocks = {"distributed__strategy": "fsdp", "trainer__activation_checkpointing": "selective"}
-    runs = [{"model__architecture": "gpt2", **COMPILED}, {**blocks, **COMPILED}]
+    runs = [COMPILED, {**blocks, **COMPILED}]
     assert max(loss_errors(tmp_path, 2, runs)) < 1e-5
 
 
 @pytest.mark.parametrize("device", SLOW_ON_CPU)
 def test_resume_is_exact_with_every_strategy(device: str, tmp_path: Path) -> None:
     """On three ranks with uneven shares, dropout and accumulation; with Muon, AdamW trains some parameters."""
-    runs = {
-        name: {"optimizer__name": "muon", "model__architecture": ARCHITECTURES[i % 2], **options}
-        for i, (name, options) in enumerate(BY_NAME.items())
-    }
+    runs = {name: {"optimizer__name": "muon", **options} for name, options in BY_NAME.items()}
     runs["adamw"] = {}
     assert_exact_resume(tmp_path, ranks_on(device, 3), runs, device)
 
@@ -118,7 +113,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 
 def _on_two_ranks(folder: Path) -> dict[str, Any]:
-    bf16 = [{"trainer__precision": "bf16", "model__architecture": "gpt2", **BY_NAME[name]} for name in ("ddp", "fsdp")]
+    bf16 = [{"trainer__precision": "bf16", **BY_NAME[name]} for name in ("ddp", "fsdp")]
     results: dict[str, Any] = {"bf16": train_curves(folder, bf16, 8)}
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # the first one of a process has once recorded nothing (torch 2.10)

@@ -20,7 +20,7 @@ TREE = {"distributed__reduction": "tree"}
 # Runs on one and on three ranks.
 RUNS = {
     "bf16": {"trainer__precision": "bf16", **TREE},
-    "muon": {"optimizer__name": "muon", "model__architecture": "gpt2", "trainer__micro_batch_size": 1, **TREE},
+    "muon": {"optimizer__name": "muon", "trainer__micro_batch_size": 1, **TREE},
     # 167 windows make batches of 83, 83 and 1. In the last step, two of three ranks do not have a micro-batch.
     "short": {
         "trainer__max_steps": None,
