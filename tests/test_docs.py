@@ -249,9 +249,9 @@ CHANGES = {
     "layer_decay": ("--optimizer.layer_decay 0.5", None),
     "lora": ("--model.lora_rank 4 --trainer.init_from runs/base", "has other weights: "),
     "mixture_of_experts": ("--model.n_expert 4", "has other weights: "),
+    "nanochat": ("", "has other weights: "),
     "parameter_norm": ("", None),
     "replay": ("--trainer.replay_every 3", None),
-    "rotary_base": ("--model.rotary_base 10", "the logits of the nanochat of transformers differ"),
     "sgd": ("--optimizer.name sgd --optimizer.learning_rate 0.1", None),
     "warmup_stable_decay": ("--optimizer.stable 0.8", None),
 }
