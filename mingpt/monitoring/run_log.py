@@ -5,6 +5,7 @@ A row is an event (start, train, eval, sample, snapshot, stop) at a step, with v
 
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -80,18 +81,19 @@ class MetricsFile:
                 kept.writelines(_encode_row(row) for row in iter_metrics(self.path) if row["step"] <= step)
         else:
             self.path.touch()
+        # It stays this run's file if the folder is moved.
+        self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row with a single write, so that a kill or a full disk leaves at most one torn row."""
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
-        with open(self.path, "ab", buffering=0) as file:  # again for each row: the file may have been removed
-            size = file.tell()
-            if file.write(line) < len(line):
-                file.truncate(size)  # otherwise the next row would be lost with the torn one
-                raise OSError("the disk is full")
+        size = self.file.seek(0, os.SEEK_END)
+        if self.file.write(line) < len(line):
+            self.file.truncate(size)  # otherwise the next row would be lost with the torn one
+            raise OSError("the disk is full")
 
     def close(self) -> None:
-        """All rows are written."""
+        self.file.close()
 
 
 def _encode_row(row: Mapping[str, Any]) -> bytes:
