@@ -46,9 +46,9 @@ def changed_values(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns each key (except for places), file of code, text, hardware and PyTorch that two snapshots differ in."""
     before = _comparable(then)
     return [
-        f"{name} {format_value(before.get(name))} -> {format_value(value)}"
+        f"{name} {format_value(before[name])} -> {format_value(value)}"
         for name, value in _comparable(now).items()
-        if before.get(name) != value
+        if before.get(name, value) != value  # the code may have new keys and files
     ]
 
 

@@ -66,7 +66,7 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         files = folder.glob("model*.safetensors")  # a large model has several
         stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
-    rows = len(weights["transformer.wte.weight"])
+        rows = len(weights["transformer.wte.weight"])
     if rows < tokenizer.vocab_size:
         raise UserError(
             f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has {rows} rows; "
