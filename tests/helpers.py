@@ -124,9 +124,9 @@ def write_overfitting_text(path: Path) -> Path:
 
 # With these options, the validation loss of step 4 is the lowest of a run on this text.
 OVERFITTING: dict[str, Any] = {
-    "trainer__seed": 2,
+    "trainer__seed": 3,
     "trainer__max_steps": 40,
-    "optimizer__learning_rate": 0.01,
+    "optimizer__learning_rate": 0.03,
     "optimizer__decay_steps": 40,
 }
 

@@ -1,5 +1,4 @@
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -68,7 +67,6 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
     card, snapshot = (exported / "README.md").read_text(), newest_snapshot(trained)
     assert snapshot["text_sha256"] in card
     assert f"{snapshot['val_loss']:.4f} nats" in card
-    assert f"The tokenizer knows the {len(snapshot['vocabulary'])} distinct characters of the training text." in card
     assert "A GPT-2: 2 layers" in card
     command = card.partition("Trained by\n\n```\npython main.py ")[2].partition("\n```\n")[0]
     options = shlex.split(command)
@@ -79,9 +77,9 @@ def test_the_model_card_has_text_loss_and_command_without_password_and_home_dire
 
     pretrained = load_pretrained(str(trained), "--snapshot")
     pretrained.snapshot["config"]["data"]["path"] = "http://user:secret@host/@text.txt"
-    assert "--data.path=http://host/@text.txt" in model_card(pretrained, "run", "name")
+    assert "--data.path=http://host/@text.txt" in model_card(pretrained, "name")
     monkeypatch.setenv("HOME", str(trained.parent))
-    assert f"--trainer.run_dir=~/{trained.name}" in model_card(pretrained, "run", "name")
+    assert f"--trainer.run_dir=~/{trained.name}" in model_card(pretrained, "name")
 
 
 def test_transformers_has_the_same_tokens_logits_and_greedy_text(
@@ -115,13 +113,7 @@ def test_transformers_has_the_same_tokens_logits_and_greedy_text(
     assert exit_status_of(sample.run, ["--snapshot", str(trained), *options]) == 0
     assert capfd.readouterr() == (greedy, "")
 
-    # What the model card says of unknown characters and of padding
-    [card] = re.findall(r"The tokenizer knows [^|]*", (exported / "README.md").read_text())
-    _, error, _, expression, _, statement, _ = card.split("`")
-    with pytest.raises(Exception, match=re.escape(error)):  # tokenizers raises nothing narrower
-        tokenizer("anna€")
-    assert eval(expression, {"text": "€anna€ñ€", "tokenizer": tokenizer}) == "annañ"
-    exec(statement)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     batch = tokenizer(["bob anna ñ", "anna ñ"], return_tensors="pt", padding=True, padding_side="left")
     texts = tokenizer.batch_decode(model.generate(**batch, do_sample=False, max_new_tokens=50))
     assert texts[1][4:] == greedy[:56]
@@ -139,7 +131,6 @@ def test_transformers_4_finds_the_class_of_the_tokenizer_and_only_the_inputs_of_
     assert list(tokenizer("anna", return_tensors="pt")) == ["input_ids", "attention_mask"]
     config = json.loads((exported / "config.json").read_text())
     assert config["n_ctx"] == 256  # for llama.cpp
-    assert "The folder loads with transformers 4.46 or later." in (exported / "README.md").read_text()
 
 
 def window_of_64(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
@@ -238,8 +229,12 @@ def test_weights_of_another_shape_are_refused_and_a_run_that_continues_uses_none
 ) -> None:
     argv = args_from(trained, tmp_path / "run", write_text(tmp_path / "text.txt"))
     cases = [
-        ("trainer.init_from", f"{tmp_path}/nowhere", f": no snapshot at {tmp_path}/nowhere"),
-        ("trainer.init_from", str(exported / "config.json"), f": {exported}/config.json is damaged, or not a "),
+        ("trainer.init_from", f"{tmp_path}/nowhere", f": {tmp_path}/nowhere can't be loaded: [Errno 2]"),
+        (
+            "trainer.init_from",
+            str(exported / "config.json"),
+            f": {exported}/config.json can't be loaded: cut short, or not a file of torch.save",
+        ),
         ("model.n_layer", "3", f" is 3, but 2 in trainer.init_from, {trained}; set it to 2"),
         ("data.block_size", "512", " is 512, but 256 in trainer.init_from"),
     ]
@@ -253,6 +248,6 @@ def test_weights_of_another_shape_are_refused_and_a_run_that_continues_uses_none
     assert not list((tmp_path / "run").glob("snapshots/step_*"))
 
     assert status == 0, warning
-    assert "warning: trainer.init_from is not used, since the run continues from" in warning
+    assert warning == ""
     assert "changed since the snapshot: trainer.max_steps 6 -> 7\n" in out
     assert newest_snapshot(from_scratch)["config"]["trainer"]["init_from"] is None

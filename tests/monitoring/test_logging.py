@@ -82,7 +82,22 @@ def test_training_continues_when_the_reader_of_stdout_ends(text: Path, tmp_path:
     assert newest_snapshot(run_dir)["step"] == read_rows(run_dir)[-1]["step"]
 
 
-def test_a_terminal_gets_lines_without_dates(text: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_training_continues_when_the_disk_of_its_output_is_full(text: Path, tmp_path: Path) -> None:
+    argv = run_args(tmp_path / "run", text)
+    [process], _ = start_ranks(1, main_process, argv, "/dev/full", "/dev/full", tmp_path=tmp_path)
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(loss_curve(tmp_path / "run")) == 12  # and no other line in metrics.jsonl
+    assert newest_snapshot(tmp_path / "run")["step"] == 12
+
+
+def test_a_terminal_gets_a_bar_below_log_lines(text: Path, tmp_path: Path) -> None:
     status, raw = run_on_terminal("main.py", *run_args(tmp_path / "run", text))
     assert status == 0, raw
-    assert len(re.findall(r"^step +\d+/12  loss \d\.\d{4}  .* left\r$", raw, re.MULTILINE)) == 12
+    bars = [part.rstrip() for part in re.split(r"[\r\n]+", raw) if re.match(r"\d+/12 ", part)]
+    assert all(len(bar) <= 80 for bar in bars)
+    assert re.fullmatch(r"12/12 \S+ 00:00 left, loss \d\.\d{4}, [\d,]+ tokens/s", bars[-1]), bars[-1]
+    lines = [line.rpartition("\r")[2].rstrip() for line in raw.split("\r\n")]  # what stays on the terminal
+    assert len([line for line in lines if re.match(r"step \d+: validation loss", line)]) == 3
+    assert len([line for line in lines if re.match(r"\d+/12 ", line)]) == 1  # log lines leave no copies of the bar

@@ -11,7 +11,7 @@ from mingpt.parallel import numerics
 from mingpt.parallel.numerics import set_numerics
 from mingpt.system.device import device_kind
 
-KEPT = "auto: kept from the snapshot, not 2 (OMP_NUM_THREADS); set trainer.threads to change it"
+KEPT = "auto: kept from the snapshot"
 
 
 @pytest.mark.usefixtures("one_thread")

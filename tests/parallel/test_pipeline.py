@@ -194,7 +194,7 @@ def test_a_stage_that_runs_out_of_memory_is_one_message(when: str, text: Path, t
     assert err.startswith("error: out of memory: ")
     assert "PyTorch's message: CUDA out of memory" in err
     assert other == 1
-    assert "rank 1 (" in other_err
+    assert "rank 1 failed: " in other_err
 
 
 def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:

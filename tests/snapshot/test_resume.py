@@ -223,8 +223,17 @@ def rename(mlp: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "strategy", "difference"),
     [
-        (reshape, "fsdp", f"of another shape: transformer.h.*.mlp.c_fc.weight, {C_PROJ}"),
-        (rename, "ddp", f"new in the model: {OUTPUT}; missing in the model: {C_PROJ}"),
+        (
+            reshape,
+            "fsdp",
+            "missing in the model: transformer.h.*.mlp.c_fc.bias, transformer.h.*.mlp.c_proj.bias; of another shape: "
+            f"transformer.h.*.mlp.c_fc.weight, {C_PROJ}",
+        ),
+        (
+            rename,
+            "ddp",
+            f"new in the model: {OUTPUT}, {OUTPUT[:-6]}bias; missing in the model: {C_PROJ}, {C_PROJ[:-6]}bias",
+        ),
     ],
     ids=["reshape", "rename"],
 )
@@ -247,7 +256,7 @@ def test_a_changed_model_does_not_continue_a_run_but_may_begin_one_with_its_weig
     assert f"do not fit the model, and are not used: {difference}\n" in new_err
     before, after = newest_snapshot(run_dir)["model"], newest_snapshot(tmp_path / "new")["model"]
     unchanged = [name for name in after if "attn.c_attn" in name or "wte" in name]
-    assert len(unchanged) == 3
+    assert len(unchanged) == 5
     for name in unchanged:
         torch.testing.assert_close(after[name], before[name])
 

@@ -137,7 +137,7 @@ def test_a_folder_with_another_tokenizer_does_not_continue_a_run(prepared: Path,
     for (status, _, err), said in zip(refused, ("the tokens 'B' (1 distinct)", "its tokens have other"), strict=True):
         assert (status, len(err.splitlines())) == (2, 1)
         assert f"error: data.path: {said}" in err
-        assert "use the same text or tokenizer.json, or set another trainer.run_dir" in err
+        assert "use the same text or tokenizer.json, " in err
 
 
 def test_reading_takes_no_memory_and_survives_a_replaced_file(tmp_path: Path) -> None:
