@@ -142,11 +142,7 @@ def test_on_windows_each_program_ends_with_one_line() -> None:
         ("model.n_embd", "32", "is 32, but 16 in "),
         ("model.bias", "false", "is false, but true in "),
         ("data.block_size", "8", "is 8, but 16 in "),
-        (
-            "data.path",
-            "other.txt",
-            r"'kw' \(2 distinct\) are not in the vocabulary of this run or of trainer.init_from",
-        ),
+        ("data.path", "other.txt", r"'kw' \(2 distinct\) are not in the vocabulary of this run or of trainer"),
         ("data.truncate", "0.5", "is 0.5, but null in "),
         ("data.train_split", "0.5", "is 0.5, but 0.9 in "),
         ("optimizer.name", "muon", "is muon, but adamw in .* set it to adamw"),
