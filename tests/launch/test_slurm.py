@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.faults.runs import assert_same_run
 from tests.helpers import (
     ROOT,
-    assert_equal_snapshots,
     clean_env,
     free_port,
-    loss_curve,
     read_rows,
     run_args,
     run_ranks,
@@ -160,8 +159,7 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
     assert [row["signal"] for row in stops] == ["SIGUSR1", "SIGTERM", "SIGTERM", None]
     # Each start resumes at the step where the previous one stopped.
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0, *(row["step"] for row in stops[:-1])]
-    assert_equal_snapshots(undisturbed, run_dir)
-    assert loss_curve(undisturbed) == loss_curve(run_dir)
+    assert_same_run(undisturbed, run_dir)
 
 
 def has_trained(run_dir: Path, starts: int) -> bool:

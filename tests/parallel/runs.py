@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX
 from model import GPT, MLP, Block
+from tests.faults.runs import assert_same_run
 from tests.helpers import (
     NO_DROPOUT,
-    assert_equal_snapshots,
     loss_curve,
     max_relative_error,
     newest_snapshot,
@@ -56,12 +56,7 @@ def loss_errors(folder: Path, ranks: int, runs: list[Options], steps: int = 12, 
 
     That process uses ddp and the whole batch at once, without activation checkpointing and compilation.
     """
-    names = (
-        "model__n_layer",
-        "optimizer__name",
-        "trainer__batch_size",
-        "trainer__precision",
-    )
+    names = ("model__n_layer", "optimizer__name", "trainer__batch_size", "trainer__precision")
     plain = [{name: run[name] for name in names if name in run} | {"trainer__micro_batch_size": None} for run in runs]
     distinct = {str(i): options for i, options in enumerate(plain) if options not in plain[:i]}
     expected = train(folder / f"plain-{ranks}", 1, distinct, steps, device)
@@ -101,8 +96,7 @@ def assert_exact_resume(folder: Path, ranks: int, runs: dict[str, Options], devi
         run_on(device, ranks, argvs, folder)
     for name in runs:
         whole, parts = folder / f"{name}-whole", folder / f"{name}-parts"
-        assert_equal_snapshots(whole, parts)
-        assert loss_curve(whole) == loss_curve(parts)
+        assert_same_run(whole, parts)
 
 
 def scale_and_skip(trainer: Trainer, overflow_on: int) -> tuple[list[float], list[bool]]:
