@@ -10,22 +10,19 @@ in the last one.
 import os
 import signal
 import sys
-from typing import Any
 
 import torch
 
 import main
 from mingpt.program import exit_process, run_program
+from tests.helpers import call_before
 from trainer import Trainer
 
 FAILS_AFTER = 8  # steps
 WARMS_UP = 5  # steps that allocate memory, are recorded as CUDA graphs, or are compared with graphs
 
-train_step = Trainer.train_step
-advance = Trainer.advance
 
-
-def fail(trainer: Trainer) -> Any:
+def fail(trainer: Trainer) -> None:
     context = trainer.context
     if trainer.progress.step == FAILS_AFTER and context.restart_count == 0:
         trainer.snapshots.newest_write.result()  # so that there is a snapshot to resume from
@@ -34,20 +31,15 @@ def fail(trainer: Trainer) -> Any:
                 torch.empty(2**50, dtype=torch.uint8, device=context.device)
             else:
                 os.kill(os.getpid(), getattr(signal, EVENT))
-    return train_step(trainer)
 
 
 def warn_of_waits(trainer: Trainer) -> None:
     if trainer.context.device.type == "cuda":
         is_watched = WARMS_UP <= trainer.progress.step < trainer.last_step - 1
         torch.cuda.set_sync_debug_mode("warn" if is_watched else "default")
-    advance(trainer)
 
 
 if __name__ == "__main__":
     EVENT, *sys.argv[1:] = sys.argv[1:]
-    if EVENT == "WAITS":
-        Trainer.advance = warn_of_waits  # type: ignore[method-assign]
-    else:
-        Trainer.train_step = fail  # type: ignore[method-assign]
+    call_before(Trainer, "train_step", warn_of_waits if EVENT == "WAITS" else fail)
     exit_process(run_program(main.main, sys.argv[1:]))
