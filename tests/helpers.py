@@ -124,9 +124,10 @@ OVERFITTING: dict[str, Any] = {
 
 
 def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
-    """Returns the command line of a small run. Changes are written like `trainer__max_steps=3`."""
+    """Returns the command line of a small run. Changes are written like `trainer__max_steps=3`; `...` omits a key."""
     values = SMALL_CONFIG | {"trainer.run_dir": run_dir, "data.path": text}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
+    values = {name: value for name, value in values.items() if value is not ...}
     return [word for name, value in values.items() for word in (f"--{name}", "null" if value is None else str(value))]
 
 
