@@ -1,29 +1,18 @@
-"""Run folders that are moved or copied, and whose files are renamed, or left by a killed process."""
+"""Run folders that are moved or copied."""
 
 import shutil
-import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import (
-    list_snapshots,
-    newest_snapshot,
-    read_rows,
-    run_args,
-    run_captured,
-    run_ranks,
-    train_main,
-    write_text,
-)
+from tests.helpers import list_snapshots, newest_snapshot, read_rows, run_captured, run_ranks, train_run
 
 
 @pytest.fixture
 def trained(text: Path, tmp_path: Path) -> Path:
     """The folder of a run of 6 steps whose yaml has all options."""
-    argv = run_args(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__eval_every=100)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    return tmp_path / "runs/X"
+    (tmp_path / "runs").mkdir()
+    return train_run(tmp_path / "runs/X", text, trainer__max_steps=6, trainer__eval_every=100)
 
 
 def start(folder: Path, *options: str) -> tuple[int, str, str]:
@@ -55,12 +44,3 @@ def test_the_folder_of_a_runs_config_is_its_run_folder(trained: Path, tmp_path: 
     status, out, _ = start(copy, "--trainer.run_dir", str(other), "--trainer.max_steps", "1")
     assert status == 0
     assert list_snapshots(other) == ["step_00000001.pt"]
-
-
-def test_a_new_run_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:
-    left = tmp_path / f"run/snapshots/step_00000003.pt.{uuid.uuid4().hex}.tmp"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"a part")
-    argv = run_args(tmp_path / "run", write_text(tmp_path / "text.txt"), trainer__max_steps=1)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    assert list_snapshots(tmp_path / "run") == ["step_00000001.pt"]

@@ -77,9 +77,7 @@ def test_the_default_of_max_steps_does_not_limit_max_epochs(config_file: Path) -
 def test_a_configuration_knows_the_keys_of_the_command_line_which_are_not_part_of_it(config_file: Path) -> None:
     config_file.touch()
     config = read_config(["--config", str(config_file), "--model.n_head", "4"])
-    assert config.given == {"model.n_head"}
-    assert config == Config()
-    assert config_to_dict(config) == config_to_dict(Config())
+    assert (config.given, config) == ({"model.n_head"}, Config())
     assert "given" not in config_to_dict(config)
 
 
@@ -117,18 +115,14 @@ def test_yaml_has_its_own_forms_of_null_text_and_lists(config_file: Path) -> Non
         "trainer: {max_epochs: , micro_batch_size: ~, profile_steps: null}\n"
         "optimizer:\n  betas:\n  - 0.5\n  - &half 0.5\n  weight_decay: *half\n",
     )
-    assert (config.trainer.max_epochs, config.trainer.micro_batch_size, config.trainer.profile_steps) == (
-        None,
-        None,
-        None,
-    )
+    assert [config.trainer.max_epochs, config.trainer.micro_batch_size, config.trainer.profile_steps] == [None] * 3
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ((0.5, 0.5), 0.5)
 
 
 # Text that yaml would take for something else.
 WORDS = r"""
 1e3 -1e-3 010 1_000 0x1f 1:30 .5 .inf 12 2024-01-31 2024-01-31T12:30:00Z true yes = << --- - ? : a: #a 'a' "a \n
-[a] [ {a: } {{a}} , &a *a *.txt [ab]*.txt {a,b}.txt !a ! | > %a @a `a` --config -a a=b $HOME %(prog)s ñ
+[a] [ {a: } {{a}} , &a *a *.txt [ab]*.txt {a,b}.txt !a ! | > %a @a `a` --config -a a=b ~/a x/${HOME}/a$ %(prog)s ñ
 """
 PHRASES = ("- a", "a: b", "a #b", "runs/try #2", "2024-01-31 12:30:00", "a  b", " a", "a ", "\ta", "a\nb", "a\n")
 TEXTS = [*WORDS.split(), *PHRASES, "\U0001f600", "a " * 200]
@@ -150,15 +144,6 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         assert read(config_file, text) == config
         shown = shlex.join(f"--{name}={format_value(attrgetter(name)(config))}" for name in KEYS)
         assert read_config(shlex.split(shown)) == config
-
-
-def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
-    monkeypatch.setenv("B", "bucket")
-    expanded = {"~/a b": "/home/ada/a b", "$HOME/a": "/home/ada/a", "x/${B}/a$": "x/bucket/a$", "-a": "./-a"}
-    for text, path in expanded.items():
-        config = read_config([f"--{name}={text}" for name in PATHS])
-        assert attrgetter(*PATHS)(config) == (path,) * 4
 
 
 def test_each_configuration_in_configs_trains_with_its_shape_cut(text: Path, tmp_path: Path) -> None:

@@ -51,14 +51,6 @@ def test_characters_in_a_tokenizer_json_need_no_package(monkeypatch: pytest.Monk
         restore_tokenizer({"tokenizer": '{"model": {"type": "BPE"}}'})
 
 
-def test_transformers_tokenizers_builds_the_same_tokens() -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    tokenizer = CharTokenizer().extended(TEXT)
-    theirs = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    assert theirs.encode(TEXT).ids == tokenizer.encode(TEXT, "test").tolist()
-    assert theirs.decode(theirs.encode(TEXT).ids) == TEXT
-
-
 def test_a_snapshot_rebuilds_the_tokenizer_without_truncation() -> None:
     tokenizer = byte_pair_tokenizer(TEXT * 3, 270)
     tokenizer.tokenizer.enable_truncation(4)
