@@ -1,6 +1,5 @@
 """Folders of token files are opened, not read, and train like the text."""
 
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.helpers import (
     run_each_captured,
     run_on,
     run_ranks,
+    train_run,
     write_text,
 )
 
@@ -74,8 +74,8 @@ def test_every_strategy_has_the_losses_of_one_process(
 ) -> None:
     alone = NO_DROPOUT | changes | {"distributed__pipeline_stages": 1}
     one, many = tmp_path / "one", tmp_path / "many"
-    run_on("cpu", 1, [run_args(one, prepared / "books", **alone)], tmp_path)
-    run_on("cpu", ranks, [run_args(many, prepared / "books", **(NO_DROPOUT | changes))], tmp_path)
+    train_run(one, prepared / "books", **alone)
+    train_run(many, prepared / "books", ranks, **(NO_DROPOUT | changes))
     if "distributed__reduction" in changes:
         assert_equal_snapshots(one, many)
     assert dict(loss_curve(many)) == pytest.approx(dict(loss_curve(one)), rel=1e-5)
@@ -101,25 +101,24 @@ def test_the_training_part_is_truncated(prepared: Path) -> None:
 
 
 def test_damaged_and_foreign_files_are_refused_in_one_message(prepared: Path, tmp_path: Path) -> None:
-    def refused(name: str, content: bytes, message: str) -> None:
-        folder = tmp_path / "books"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(prepared / "books", folder)
-        (folder / name).write_bytes(content)
-        argv = run_args(tmp_path / "run", folder, trainer__max_steps=2)
-        [[(status, _, err)]] = run_ranks(1, run_each_captured, [argv], tmp_path=tmp_path)
-        assert status == 2
-        assert_one_message(err)
-        assert message in err
-
     tokens = (prepared / "books/train.bin").read_bytes()
-    refused("train.bin", tokens[:-1], "must be a multiple of 2")
-    refused("train.bin", tokens[:-2], "train.bin has 2804 tokens, but 2805 according to meta.json")
-    refused("train.bin", b"", "has 0 bytes")
-    refused("train.bin", np.full(2805, 99, np.uint16).tobytes(), "train.bin contains token 99, but its tokenizer.json")
-    refused("meta.json", b"{", "books can't be read: JSONDecodeError")
-    refused("meta.json", json.dumps({"dtype": "text"}).encode(), "books can't be read: TypeError")
-    refused("tokenizer.json", b"{}", "books can't be read: KeyError: 'model'")
+    cases = [
+        ("train.bin", tokens[:-1], "must be a multiple of 2"),
+        ("train.bin", tokens[:-2], "train.bin has 2804 tokens, but 2805 according to meta.json"),
+        ("train.bin", b"", "has 0 bytes"),
+        ("train.bin", np.full(2805, 99, np.uint16).tobytes(), "train.bin contains token 99, but its tokenizer.json"),
+        ("meta.json", b"{", "can't be read: JSONDecodeError"),
+        ("tokenizer.json", b"{}", "can't be read: KeyError: 'model'"),
+    ]
+    argvs = []
+    for number, (name, content, _) in enumerate(cases):
+        folder = shutil.copytree(prepared / "books", tmp_path / f"{number}")
+        (folder / name).write_bytes(content)
+        argvs.append(run_args(tmp_path / "run", folder, trainer__max_steps=2))
+    [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    for (status, _, err), (*_, message) in zip(results, cases, strict=True):
+        assert status == 2
+        assert_one_message(err, message)
 
 
 def test_a_folder_with_another_tokenizer_does_not_continue_a_run(prepared: Path, tmp_path: Path) -> None:
@@ -135,9 +134,8 @@ def test_a_folder_with_another_tokenizer_does_not_continue_a_run(prepared: Path,
     [[(status, _, _), *refused]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
     assert status == 0
     for (status, _, err), said in zip(refused, ("the tokens 'B' (1 distinct)", "its tokens have other"), strict=True):
-        assert (status, len(err.splitlines())) == (2, 1)
-        assert f"error: data.path: {said}" in err
-        assert "use the same text or tokenizer.json, " in err
+        assert status == 2
+        assert_one_message(err, f"error: data.path: {said}", "use the same text or tokenizer.json, ")
 
 
 def test_reading_takes_no_memory_and_survives_a_replaced_file(tmp_path: Path) -> None:
