@@ -498,16 +498,6 @@ def train_losses(trainer: Trainer, steps: int) -> list[float]:
     return [trainer.strategy.mean_loss(trainer.train_step().losses).item() for _ in range(steps)]
 
 
-def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> list[list[float]]:
-    """For `run_ranks`: returns the losses of a run with each of these changes."""
-    curves = []
-    for i, change in enumerate(changes):
-        argv = run_args(folder / f"{os.environ.get('WORLD_SIZE')}-{i}", folder / "text.txt", **NO_DROPOUT, **change)
-        with open_trainer(*argv, rendezvous=i) as trainer:
-            curves.append(train_losses(trainer, steps))
-    return curves
-
-
 def assert_one_message(stderr: str, *parts: str) -> None:
     """Asserts that the output is one message of an error, with these parts."""
     first, *more = stderr.splitlines()

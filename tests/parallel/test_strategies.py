@@ -16,7 +16,6 @@ from tests.helpers import (
     run_args,
     run_ranks,
     small_gpt,
-    train_curves,
     train_losses,
     write_text,
 )
@@ -113,8 +112,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 
 def _on_two_ranks(folder: Path) -> dict[str, Any]:
-    bf16 = [{"trainer__precision": "bf16", **BY_NAME[name]} for name in ("ddp", "fsdp")]
-    results: dict[str, Any] = {"bf16": train_curves(folder, bf16, 8)}
+    results: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # the first one of a process has once recorded nothing (torch 2.10)
     for name, options in (BY_NAME | WITH_MUON).items():
@@ -132,9 +130,10 @@ def _reduced_numbers(trainer: Any) -> list[int]:
     return [n for event in collectives if (n := torch.Size(event.input_shapes[0]).numel()) > 1]
 
 
-def test_fsdp_trains_in_bf16_with_the_losses_of_ddp(on_two_ranks: list[dict[str, Any]]) -> None:
+def test_fsdp_trains_in_bf16_with_the_losses_of_ddp(tmp_path: Path) -> None:
     """To the precision of bf16: fsdp gathers all weights in bf16, including the weights of layer norms."""
-    expected, found = on_two_ranks[0]["bf16"]
+    runs = {name: {"trainer__precision": "bf16", **BY_NAME[name]} for name in ("ddp", "fsdp")}
+    expected, found = train(tmp_path, 2, runs, 8).values()
     assert 0 < max_relative_error(found, expected) < 2e-3
 
 
