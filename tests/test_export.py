@@ -25,6 +25,7 @@ from tests.helpers import (
     run_each_captured,
     run_on,
     run_ranks,
+    train_run,
     write_text,
 )
 
@@ -40,7 +41,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     text = write_text(folder / "text.txt")
     text.write_text(text.read_text().replace("figs", CHARACTERS), encoding="utf-8")
     changes = {"model__bias": request.param, "data__block_size": 256}
-    run_on("cpu", 1, [run_args(folder / "run", text, trainer__max_steps=6, **changes)], folder)
+    train_run(folder / "run", text, trainer__max_steps=6, **changes)
     snapshot = torch.load(folder / "run" / SNAPSHOT, weights_only=True)
     torch.manual_seed(3)  # with some seeds the greedy text repeats one character
     snapshot["model"] = {name: weight + 0.5 * torch.randn_like(weight) for name, weight in snapshot["model"].items()}

@@ -14,18 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    ROOT,
-    clean_env,
-    free_port,
-    read_rows,
-    run_args,
-    run_ranks,
-    train_main,
-    wait_until,
-    write_text,
-    write_yaml,
-)
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, train_run, wait_until, write_text, write_yaml
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,9 +112,7 @@ OPTIONS: dict[str, Any] = {"trainer__max_steps": 600, "trainer__save_every": 10*
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    argv = run_args(folder / "run", write_text(folder / "text.txt"), **OPTIONS)
-    assert run_ranks(2, train_main, *argv, tmp_path=folder) == [0, 0]
-    return folder / "run"
+    return train_run(folder / "run", write_text(folder / "text.txt"), 2, **OPTIONS)
 
 
 @pytest.mark.parametrize("script", ["slurm.sbatch", "srun.sbatch"])

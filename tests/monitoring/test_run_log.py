@@ -20,16 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt.config.schema import Config, TrainerConfig
 from mingpt.monitoring.logging import configure_logging
 from mingpt.monitoring.run_log import MetricsFile, RunLog, StepTimer, iter_metrics
-from tests.helpers import (
-    ROOT,
-    loss_curve,
-    read_rows,
-    run_args,
-    run_ranks,
-    train_main,
-    wait_until,
-    write_text,
-)
+from tests.helpers import ROOT, loss_curve, read_rows, run_ranks, train_run, wait_until, write_text
 
 VALUES = {"loss": 1.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens_per_second": 1.0}
 
@@ -44,9 +35,8 @@ def open_log(folder: Path) -> RunLog:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and the run folder of 12 steps on two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    options = {"trainer__keep_snapshots": 9, "trainer__sample_every": 6}
-    argv = run_args(folder / "run", write_text(folder / "text.txt"), **options)
-    assert run_ranks(2, train_main, *argv, tmp_path=folder) == [0, 0]
+    text = write_text(folder / "text.txt")
+    train_run(folder / "run", text, 2, trainer__keep_snapshots=9, trainer__sample_every=6)
     return folder
 
 
@@ -78,8 +68,7 @@ def test_rows_of_a_run_are_complete_and_documented(trained: Path) -> None:
 def test_a_row_has_the_loss_of_its_step_and_the_throughput_since_the_row_before(trained: Path, tmp_path: Path) -> None:
     """Throughput counts the tokens of all ranks, without pauses. The last step has a row."""
     options = {"trainer__log_every": 5, "trainer__eval_every": 99, "trainer__save_every": 99}
-    argv = run_args(tmp_path / "run", trained / "text.txt", **options)
-    assert run_ranks(2, train_main, *argv, tmp_path=tmp_path) == [0, 0]
+    train_run(tmp_path / "run", trained / "text.txt", 2, **options)
     losses = dict(loss_curve(trained / "run"))
     assert list(losses) == list(range(1, 13))
     assert loss_curve(tmp_path / "run") == [(step, losses[step]) for step in (1, 5, 10, 12)]
@@ -105,8 +94,7 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(trained: Path, 
     kept = [row for row in iter_metrics(run / "metrics.jsonl") if row["step"] <= 6]
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"event": "train", "step": 4, "ti')
-    argv = run_args(run, trained / "text.txt", trainer__sample_every=6, trainer__max_steps=13)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
+    train_run(run, trained / "text.txt", trainer__sample_every=6, trainer__max_steps=13)
 
     rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     assert rows[: len(kept)] == kept
@@ -180,9 +168,8 @@ def _log_with_a_limit(folder: Path) -> str:
 
 
 def test_the_requested_steps_are_in_the_trace(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=14, trainer__profile_steps=2)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    names = {str(event.get("name")) for event in json.loads((tmp_path / "run/trace-0.json").read_text())["traceEvents"]}
+    run = train_run(tmp_path / "run", text, trainer__max_steps=14, trainer__profile_steps=2)
+    names = {str(event.get("name")) for event in json.loads((run / "trace-0.json").read_text())["traceEvents"]}
     # The profiler counts from 0.
     assert {name for name in names if name.startswith("ProfilerStep#")} == {"ProfilerStep#11", "ProfilerStep#12"}
     assert {"aten::mm", "aten::_fused_adamw_"} <= names

@@ -29,6 +29,7 @@ from tests.helpers import (
     run_ranks,
     start_ranks,
     train_main,
+    train_run,
     wait_until,
     write_overfitting_text,
     write_text,
@@ -90,21 +91,20 @@ def _times_of_saves(argv: list[str], cost: float) -> list[float]:
 
 def test_a_trainer_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     """Also if a URL is the mirror."""
-    [(counts, is_same_hook)] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
+    [counts] = run_ranks(1, _threads_after_runs, text, tmp_path, tmp_path=tmp_path)
     assert counts[-1] <= counts[0]
-    assert is_same_hook
 
 
-def _threads_after_runs(text: Path, tmp_path: Path) -> tuple[list[int], bool]:
-    """Returns the number of threads after each run, and whether threads' errors are shown."""
-    counts, hook = [], threading.excepthook
+def _threads_after_runs(text: Path, tmp_path: Path) -> list[int]:
+    """Returns the number of threads after each run."""
+    counts = []
     for run in range(5):
         url = {} if run < 3 else {"trainer__snapshot_path": URL}
         argv = run_args(tmp_path / f"{run}", text, trainer__max_steps=1, **url)
         assert train_main(*argv) == 0
         wait_for_threads()
         counts.append(len(os.listdir("/proc/self/task")))
-    return counts, threading.excepthook is hook
+    return counts
 
 
 @pytest.mark.parametrize("slow", ["write", "upload"])
@@ -156,8 +156,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder, next to its text.txt and to the folder `killed` of the same run until a kill."""
     folder = tmp_path_factory.mktemp("undisturbed")
     text = write_overfitting_text(folder / "text.txt")
-    argv = run_args(folder / "run", text, trainer__save_overhead=None, **OPTIONS)
-    assert run_ranks(1, train_main, *argv, tmp_path=folder) == [0]
+    train_run(folder / "run", text, trainer__save_overhead=None, **OPTIONS)
     argv = run_args(folder / "killed", text, trainer__save_overhead=0.9, **OPTIONS)
     [process], _ = start_ranks(1, _train_until_killed, *argv, tmp_path=folder)
     process.join(60)
@@ -301,7 +300,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
     options = {"optimizer__decay_steps": 12}
-    assert run_ranks(2, train_main, *run_args(folder / "full", text, **options), tmp_path=folder) == [0, 0]
+    train_run(folder / "full", text, 2, **options)
     argv = run_args(folder / "RANK", text, trainer__max_steps=6, **options)
     assert [status for status, _, _ in run_ranks(2, _train_on_machine, *argv, tmp_path=folder)] == [0, 0]
     return folder
