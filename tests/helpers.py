@@ -226,9 +226,8 @@ def run_ranks(
             process.kill()
         process.join()
     assert not failures, "\n".join(failures)
-    exits = {
-        rank: process.exitcode for rank, process in enumerate(processes) if rank not in results | {lost_rank: None}
-    }
+    results.setdefault(lost_rank, None)
+    exits = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in results}
     assert not exits, f"ranks died or hung, with these exit codes (-9: killed after the timeout): {exits}"
     return [results.get(rank) for rank in range(world_size)]
 
@@ -245,15 +244,7 @@ def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, tmp_path:
     return processes, queue
 
 
-def _rank(
-    queue: Any,
-    rank: int,
-    world_size: int,
-    rendezvous_file: Path,
-    env: dict[str, str],
-    body: Callable[..., Any],
-    args: tuple,
-) -> None:
+def _rank(queue: Any, rank: int, world_size: int, rendezvous_file: Path, env: dict, body: Any, args: tuple) -> None:
     faulthandler.enable(file=2)  # a rank that dies prints its threads
     os.environ.clear()  # the server keeps the variables of the first test
     os.environ.update(env)

@@ -5,16 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    SLOW_ON_CPU,
-    TORCHRUN,
-    VISIBLE_GPUS,
-    ranks_on,
-    read_rows,
-    run_args,
-    run_on,
-    run_program,
-)
+from tests.helpers import SLOW_ON_CPU, TORCHRUN, VISIBLE_GPUS, ranks_on, read_rows, run_args, run_on, run_program
 
 # torchrun names a rank that was killed. After SIGSTOP, it waits 30 s for the stopped process.
 MESSAGES = {"SIGKILL": "Signal 9 (SIGKILL)", "SIGSTOP": "error: rank 1: dead", "OOM": "error: out of memory: "}

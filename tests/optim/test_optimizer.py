@@ -37,26 +37,19 @@ def test_warm_up_takes_precedence_over_a_decay_that_ends_before_it(decay_steps: 
 def network() -> nn.Module:
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     model.blocks = {0: model[1]}
+    model[1].table = nn.Parameter(torch.zeros(4, 8))  # such as one of biases for each head and distance
     return model
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_parameter_is_in_one_group_and_adamw_is_fused(name: Literal["adamw", "muon"]) -> None:
+    """Muon takes the linear layers of blocks, and no other matrices."""
     model = network()
     groups = build_optimizer(model, OptimizerConfig(name=name)).param_groups
     assert sorted(id(p) for group in groups for p in group["params"]) == sorted(map(id, model.parameters()))
     assert all(group["fused"] for group in groups)
     muon = [p for group in groups if group["muon"] for p in group["params"]]
     assert list(map(id, muon)) == ([id(model[1].weight)] if name == "muon" else [])
-
-
-def test_muon_takes_the_linear_layers_of_blocks_and_no_other_matrices() -> None:
-    """Such as a table of biases for each head and distance."""
-    model = network()
-    model.blocks[0].table = nn.Parameter(torch.zeros(4, 8))
-    groups = build_optimizer(model, OptimizerConfig(name="muon")).param_groups
-    [group] = [group for group in groups if any(p is model.blocks[0].table for p in group["params"])]
-    assert not group["muon"]
 
 
 def test_a_group_with_its_own_learning_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,7 @@ from tests.helpers import (
     train_main,
     write_text,
 )
-from tests.parallel.runs import (
-    PIPELINE,
-    Options,
-    change_buffers,
-    count_one_token_only,
-    freeze,
-    run_changed,
-    with_stages,
-)
+from tests.parallel.runs import Options, change_buffers, count_one_token_only, freeze, run_changed, with_stages
 
 
 def _after(cls: type[nn.Module], function: Callable[[Any], None]) -> None:
@@ -270,7 +262,7 @@ def test_the_model_that_the_constructor_makes_is_trained_saved_and_resumed(
 ) -> None:
     same: list[tuple[int, Options]] = [(1, ACCUMULATING)]
     if any("model__n_layer" in options for _, options in runs):
-        same.append((1, PIPELINE | {"trainer__micro_batch_size": 2}))
+        same.append((1, with_stages(1, trainer__micro_batch_size=2)))
     folders = _train(change, [*same, *runs], tmp_path, **NO_DROPOUT, trainer__eval_every=6)
     for folder, (_, options) in zip(folders, [*same, *runs], strict=True):
         expected = folders["model__n_layer" in options]

@@ -36,8 +36,6 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     monkeypatch.setattr(numerics, "reduce_object", lambda context, value, combine: combine([value, (9, "")]))
     chosen = set_numerics(config, context, {"choices": previous})
     assert (torch.get_num_threads(), chosen.precision) == (expected, "fp32")
-    new_facts = {"threads": expected, "world_size": world_size}
-    here = {"hardware": device_kind(device), "pytorch": torch.__version__}
-    assert chosen.choices == previous | new_facts | here
-    assert chosen.reasons["threads"] == f"{expected} per rank ({reason})"
-    assert chosen.reasons["precision"] == "fp32 (auto: kept from the snapshot)"
+    here = {"threads": expected, "world_size": world_size, "hardware": device_kind(device)}
+    assert chosen.choices == previous | here | {"pytorch": torch.__version__}
+    assert chosen.reasons == {"precision": f"fp32 ({KEPT})", "threads": f"{expected} per rank ({reason})"}

@@ -19,15 +19,7 @@ from tests.helpers import (
     train_losses,
     write_text,
 )
-from tests.parallel.runs import (
-    STRATEGIES,
-    Options,
-    assert_exact_resume,
-    loss_errors,
-    resume,
-    scale_and_skip,
-    train,
-)
+from tests.parallel.runs import STRATEGIES, Options, assert_exact_resume, loss_errors, resume, scale_and_skip, train
 
 BY_NAME: dict[str, Options] = {name: {"distributed__strategy": name} for name in STRATEGIES}
 # Each strategy with each kind of activation checkpointing, so that all pairs of two options occur.

@@ -147,9 +147,7 @@ def test_leftovers_of_killed_saves_are_removed_by_the_next_start_and_other_files
     folder: SnapshotFolder, tmp_path: Path
 ) -> None:
     others = ["notes.txt", "other.tmp", "step_3.pt", "step_00000001.pt.copy", "step_00000001.pt.old.tmp"]
-    unique = "0123456789abcdef" * 2
-    leftovers = [f"step_00000004.pt.{unique}.tmp"]
-    for name in others + leftovers:
+    for name in (*others, f"step_00000004.pt.{'0123456789abcdef' * 2}.tmp"):
         (tmp_path / name).touch()
     assert folder.files() == {}
     for step in (4, 5, 6):
@@ -193,10 +191,8 @@ def test_a_full_disk_is_reported_and_existing_snapshots_stay(folder: SnapshotFol
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        for step in (3, 4):
-            message = rf"step_0000000{step}\.pt can't be written: \[Errno 27\] File too large; free disk space"
-            with pytest.raises(UserError, match=message):
-                write(folder, step, large=torch.zeros(100_000))
+        with pytest.raises(UserError, match=r"3\.pt can't be written: \[Errno 27\] File too large; free disk space"):
+            write(folder, 3, large=torch.zeros(100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(folder.path) == file_names(2)
@@ -236,13 +232,9 @@ def test_fingerprints_are_equal_for_equal_bits_and_differ_otherwise(
     assert len({cell for row in expected + other for cell in row}) == 8
 
     tensors = {"a": torch.tensor([0.0, 1.0]), "b": {"c": torch.tensor(2.0)}}
-    changed = [
-        tensors | {"a": torch.tensor([-0.0, 1.0])},
-        tensors | {"a": torch.tensor([[0.0, 1.0]])},
-        tensors | {"a": torch.tensor([0.0, 1.0]).double()},
-        tensors | {"b": {"c": torch.tensor(3.0)}},
-        {"a": tensors["a"], "B": tensors["b"]},
-    ]
+    others = torch.tensor([-0.0, 1.0]), torch.tensor([[0.0, 1.0]]), torch.tensor([0.0, 1.0]).double()
+    changed = [tensors | {"a": other} for other in others]
+    changed += [tensors | {"b": {"c": torch.tensor(3.0)}}, {"a": tensors["a"], "B": tensors["b"]}]
     assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
     assert len({fingerprint(tensors), *map(fingerprint, changed)}) == 6
 
