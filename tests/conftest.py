@@ -82,15 +82,12 @@ def namespaces() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sets one thread. Small models are not faster with more, and far slower if other processes use the cores."""
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Small models are not faster with more threads, and far slower if other processes use the cores."""
     import torch
 
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from model import GPT
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor:
     """Returns new characters (B, number) for prompts (B, T)."""

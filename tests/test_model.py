@@ -14,8 +14,6 @@ from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import MLP
 from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_no_logit_depends_on_a_later_character() -> None:
     length = 40

@@ -17,7 +17,6 @@ from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from tests.helpers import ROOT, assert_one_message, clean_env, run_on_terminal, train_run, write_text
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 40  # characters to generate: more than a window of 16
 NEWEST = "snapshots/step_00000006.pt"
 RunSample = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr

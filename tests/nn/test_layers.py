@@ -4,8 +4,6 @@ import torch.nn.functional as F
 
 from mingpt.nn.layers import Dropout, LayerNorm, bmm_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -8,8 +8,6 @@ from mingpt.config.schema import OptimizerConfig
 from mingpt.optim.muon import newton_schulz
 from mingpt.optim.optimizer import build_optimizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def two_blocks() -> nn.Module:
     """Two blocks with matrices of three shapes, tall, wide and square, and an embedding."""

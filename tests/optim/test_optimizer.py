@@ -9,8 +9,6 @@ from mingpt.config.schema import OptimizerConfig
 from mingpt.optim import optimizer
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIG = OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=10)
 
 

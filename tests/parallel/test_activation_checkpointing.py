@@ -7,8 +7,6 @@ from torch import Tensor
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.helpers import T, random_tokens, small_gpt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def loss_and_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(0)

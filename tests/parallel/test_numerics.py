@@ -14,7 +14,6 @@ from mingpt.system.device import device_kind
 KEPT = "auto: kept from the snapshot"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("world_size", "reduction", "expected", "reason"),
     [

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import lzma
 import math
-import random
 import re
 import threading
 from collections.abc import Iterator
@@ -38,26 +37,7 @@ def decode(corpus: Corpus) -> str:
     return corpus.tokenizer.decode(tokens_of(corpus))
 
 
-def random_text(*parts: tuple[str, int]) -> str:
-    """Returns consecutive parts, each of random characters from an alphabet."""
-    return "".join("".join(random.Random(i).choices(letters, k=k)) for i, (letters, k) in enumerate(parts))
-
-
-LATIN, WIDE = "".join(map(chr, range(32, 256))), "".join(map(chr, range(0x4E00, 0x4F00)))
-ALL = "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hello world\r\n",
-        "naïve – “quoted” 🙂 text" * 20,
-        random_text(("mz", 900), ("az~!", 900)),  # ASCII, with new characters late and out of order
-        random_text((LATIN, 1500), (WIDE[:32], 1500), ("late !", 9)),  # all values of uint8 used, then known characters
-        random_text((LATIN, 1500), (WIDE, 1500), ("\n", 10)),  # uint8 is too narrow, because of late characters
-        random_text((ALL, 400), ("a", 10)),
-    ],
-)
+@pytest.mark.parametrize("text", ["hello\r\n", "naïve – “quoted” 🙂" * 20, "".join(map(chr, range(1, 0xD800))) + "a"])
 def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokenizer(text: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(text.encode())
     for extra in ("", "zé🙂"):
