@@ -262,15 +262,18 @@ def run_main(argv: list[str]) -> int:
     return program.run_program(main.main, argv)
 
 
-def call_before(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """For `run_ranks`: calls a function before each call of a method, with the same arguments."""
+def call_before(owner: Any, name: str, function: Callable[..., Any], patch: Callable[..., None] = setattr) -> None:
+    """For `run_ranks`: calls a function before each call of a method, with the same arguments.
+
+    In the test's process, `patch` must be undone, like monkeypatch.setattr.
+    """
     method = getattr(owner, name)
 
     def both(*args: Any, **options: Any) -> Any:
         function(*args, **options)
         return method(*args, **options)
 
-    setattr(owner, name, both)
+    patch(owner, name, both)
 
 
 @contextmanager

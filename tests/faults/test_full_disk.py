@@ -22,6 +22,7 @@ from tests.helpers import (
     newest_snapshot,
     run_args,
     run_captured,
+    run_main,
     run_ranks,
     small_snapshot,
     train_run,
@@ -158,7 +159,7 @@ def test_a_run_continues_while_snapshots_cannot_be_written(
 
 @pytest.mark.parametrize(("num_snapshots", "is_enough"), [(KEPT + 3, True), (KEPT + 2, False)])
 def test_a_disk_with_space_for_three_snapshots_more_than_are_kept_is_enough(
-    num_snapshots: int, is_enough: bool, run_dir: Path, undisturbed: Path, disk: Path
+    num_snapshots: int, is_enough: bool, run_dir: Path, undisturbed: Path, disk: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """They are the best one, the newest one, and the one that is being written."""
     size = max((undisturbed / "snapshots").glob("*.pt")).stat().st_size
@@ -168,7 +169,8 @@ def test_a_disk_with_space_for_three_snapshots_more_than_are_kept_is_enough(
     text = write_overfitting_text(run_dir.parent / "text.txt")
     options = OPTIONS | {"trainer__keep_snapshots": KEPT, "trainer__save_overhead": 0.9, "trainer__eval_every": 4}
     argv = run_args(run_dir, text, **options, optimizer__learning_rate=0.01)
-    [(status, err)] = run_ranks(1, _train_with_many_saves, *argv, tmp_path=run_dir.parent)
+    monkeypatch.setattr(manager, "MIN_SECONDS", 0.0)
+    status, err = run_main(argv), capsys.readouterr().err
     best, *kept = (int(file.stem.removeprefix("step_")) for file in sorted(disk.glob("snapshots/*.pt")))
     if is_enough:
         assert (status, err) == (0, "")
@@ -179,9 +181,3 @@ def test_a_disk_with_space_for_three_snapshots_more_than_are_kept_is_enough(
     newest = SnapshotFolder(f"{disk}/snapshots").load_newest()
     assert newest is not None
     assert newest["best"]["step"] == best < SAVE_EVERY
-
-
-def _train_with_many_saves(*argv: str) -> tuple[int, str]:
-    manager.MIN_SECONDS = 0.0
-    status, _, err = run_captured(*argv)
-    return status, err

@@ -14,6 +14,7 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_each_captured,
+    run_main,
     run_ranks,
     wait_until,
     write_overfitting_text,
@@ -68,15 +69,9 @@ def test_runs_of_different_names_have_different_mirrors(text: Path, tmp_path: Pa
     assert "already trained" in results[2][1]
 
 
-def test_a_run_that_is_stopped_while_the_store_is_down_is_saved(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text, trainer__snapshot_path=URL)
-    [(status, out, err)] = run_ranks(1, _stop_without_store, argv, tmp_path=tmp_path)
-    assert status == 143
-    assert "stopped by SIGTERM at step 5 after saving a snapshot; run the same command to resume\n" in out
-    assert (f"warning: not all snapshots could be saved: {MIRROR}/step_0000000") in err
-
-
-def _stop_without_store(argv: list[str]) -> tuple[int, str, str]:
+def test_a_run_that_is_stopped_while_the_store_is_down_is_saved(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stop(trainer: Trainer) -> None:
         if trainer.progress.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -85,6 +80,9 @@ def _stop_without_store(argv: list[str]) -> tuple[int, str, str]:
     def fail(*args: Any) -> None:
         raise OSError("the store is away")
 
-    call_before(Trainer, "train_step", stop)
-    type(fsspec.filesystem("memory")).put_file = fail
-    return run_captured(*argv)
+    call_before(Trainer, "train_step", stop, monkeypatch.setattr)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", fail)
+    assert run_main(run_args(tmp_path / "run", text, trainer__snapshot_path=URL)) == 143
+    out, err = capsys.readouterr()
+    assert "stopped by SIGTERM at step 5 after saving a snapshot; run the same command to resume\n" in out
+    assert (f"warning: not all snapshots could be saved: {MIRROR}/step_0000000") in err

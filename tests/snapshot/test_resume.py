@@ -32,6 +32,7 @@ from tests.helpers import (
     run_args,
     run_captured,
     run_each_captured,
+    run_main,
     run_ranks,
     train_run,
     write_text,
@@ -106,43 +107,33 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     assert load_snapshot(str(file))["step"] == 6
 
 
-def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scaler's state is restored if the snapshot has one."""
-    argv = run_args(run_dir, trained / "text.txt", trainer__save_every=1)
-    starts = (("fp16", "7"), ("fp16", "8"), ("fp32", "9"))
-    argvs = [[*argv, "--trainer.precision", precision, "--trainer.max_steps", steps] for precision, steps in starts]
-    [results] = run_ranks(1, _train_with_fp16_on_the_cpu, argvs, tmp_path=tmp_path)
-    assert all((status, err) == (0, "") for status, _, err in results), results
-    scalers = [load_snapshot(f"{run_dir}/snapshots/step_{step:08}.pt")["scaler"] for step in (7, 8, 9)]
-    assert [scaler.get("_growth_tracker") for scaler in scalers] == [1, 2, None]  # steps since the scale changed
-
-
-def _train_with_fp16_on_the_cpu(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
-    numerics.choose_precision = lambda requested, *_: (requested, "as asked")  # type: ignore[assignment]
-    start.find_start_conflicts = lambda config, world_size, device_type: iter(())  # type: ignore[assignment]
-    return run_each_captured(argvs)
+    monkeypatch.setattr(numerics, "choose_precision", lambda requested, *_: (requested, "as asked"))
+    monkeypatch.setattr(start, "find_start_conflicts", lambda *_: [])
+    for precision, steps, tracker in (("fp16", 7, 1), ("fp16", 8, 2), ("fp32", 9, None)):
+        options = {"trainer__precision": precision, "trainer__max_steps": steps}
+        assert run_main(run_args(run_dir, trained / "text.txt", **options)) == 0
+        assert newest_snapshot(run_dir)["scaler"].get("_growth_tracker") == tracker  # steps since the scale changed
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [(1, "step 1: the validation loss is not finite"), (2, "step 2: the norm of the gradient")],
 )
-def test_weights_that_are_not_finite_are_not_saved(steps: int, message: str, trained: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(
+    steps: int, message: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The loss of a step is finite, and its update overflows: the last one, which is evaluated, or one before.
 
     A save of the latter may have ended, and failed, before the loss of the next step is known.
     """
+    monkeypatch.setattr(trainer, "learning_rate", lambda *_: 1e38)  # the configuration allows none that overflows
     argv = run_args(tmp_path / "run", trained / "text.txt", trainer__max_steps=steps, trainer__save_every=1)
-    [(status, _, err)] = run_ranks(1, _run_with_overflow, *argv, tmp_path=tmp_path)
-    assert status == 2
-    assert message in err
+    assert run_main(argv) == 2
+    assert message in capsys.readouterr().err
     assert list_snapshots(tmp_path / "run") == []
     assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
-
-
-def _run_with_overflow(*argv: str) -> tuple[int, str, str]:
-    trainer.learning_rate = lambda *args: 1e38  # the configuration allows none that overflows
-    return run_captured(*argv)
 
 
 def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from tests.helpers import (
     read_rows,
     run_args,
     run_captured,
+    run_main,
     run_ranks,
     start_main,
-    train_main,
     wait_for_step,
 )
 from trainer import Trainer
@@ -108,16 +108,11 @@ def test_a_file_system_without_locks_is_warned_of(
     ]
 
 
-def test_a_second_start_is_refused_while_the_first_reads_its_text(text: Path, tmp_path: Path) -> None:
+def test_a_second_start_is_refused_while_the_first_reads_its_text(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     argv = run_args(tmp_path / "run", text)
-    assert run_ranks(1, _start_again_while_reading, argv, tmp_path=tmp_path) == [(0, 2)]
-
-
-def _start_again_while_reading(argv: list[str]) -> tuple[int, int]:
-    lock.LOCK_TIMEOUT = 0.1
     statuses: list[int] = []
-    call_before(start, "read_corpus", lambda *_: statuses.append(run_captured(*argv)[0]))
-    return train_main(*argv), statuses[0]
+    call_before(start, "read_corpus", lambda *_: statuses.append(run_main(argv)), monkeypatch.setattr)
+    assert [run_main(argv), *statuses] == [0, 2]
 
 
 def build_trainer(folder: Path, **changes: Any) -> Trainer:
