@@ -1,15 +1,13 @@
-"""Helpers for all tests: small runs, programs in separate processes, ranks of a gloo group, run folders, models."""
+"""Helpers that start processes: small runs, programs, ranks of a gloo group; what they log, and waits for it."""
 
 import faulthandler
 import fcntl
 import io
 import json
-import math
 import multiprocessing
 import os
 import pty
 import random
-import re
 import signal
 import socket
 import struct
@@ -18,7 +16,7 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
@@ -27,19 +25,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
 
 import main
 from mingpt import program
-from mingpt.config.parser import read_config
-from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to_dict
-from mingpt.distributed.context import DistributedContext
-from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.monitoring.run_log import iter_metrics
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.text.tokenizer import JSONTokenizer
-from model import GPT
-from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +65,6 @@ VISIBLE_GPUS = {"CUDA_VISIBLE_DEVICES": None if _visible == "all" else _visible}
 ON_GPUS = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ("cpu", ON_GPUS)
 SLOW_ON_CPU = (pytest.param("cpu", marks=pytest.mark.slow), ON_GPUS)
-V, T = 11, 8  # vocabulary size and window of `small_gpt`
 
 # Ranks are forks of a server that has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -89,38 +78,6 @@ def write_text(path: Path, size: int = 3000) -> Path:
     source = random.Random(0)
     path.write_text(" ".join(source.choice(words) for _ in range(size))[:size], encoding="utf-8")
     return path
-
-
-def prepare_text(text: Path | str, out: Path, tokenizer: str, *options: str) -> None:
-    """Runs data/prepare.py in this process."""
-    from data import prepare  # not at the top: tests/test_docs.py copies this file to checkouts without that folder
-
-    assert program.run_program(prepare.run, [str(text), "--out", str(out), "--tokenizer", tokenizer, *options]) == 0
-
-
-def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
-    """Returns a tokenizer that was trained on a text. Skips a test without tokenizers."""
-    from data import prepare
-
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    return prepare.train_tokenizer(iter([text]), size)
-
-
-def write_overfitting_text(path: Path) -> Path:
-    """Writes a text whose validation part is shuffled, so that the validation loss soon rises."""
-    text = write_text(path).read_text()
-    shuffled = random.Random(1).sample(text[2700:], 300)
-    path.write_text(text[:2700] + "".join(shuffled))
-    return path
-
-
-# With these options, the validation loss of step 4 is the lowest of a run on this text.
-OVERFITTING: dict[str, Any] = {
-    "trainer__seed": 3,
-    "trainer__max_steps": 40,
-    "optimizer__learning_rate": 0.03,
-    "optimizer__decay_steps": 40,
-}
 
 
 def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
@@ -262,28 +219,6 @@ def run_main(argv: list[str]) -> int:
     return program.run_program(main.main, argv)
 
 
-def call_before(owner: Any, name: str, function: Callable[..., Any], patch: Callable[..., None] = setattr) -> None:
-    """For `run_ranks`: calls a function before each call of a method, with the same arguments.
-
-    In the test's process, `patch` must be undone, like monkeypatch.setattr.
-    """
-    method = getattr(owner, name)
-
-    def both(*args: Any, **options: Any) -> Any:
-        function(*args, **options)
-        return method(*args, **options)
-
-    patch(owner, name, both)
-
-
-@contextmanager
-def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
-    """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
-    config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
-    with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
-        yield context
-
-
 def train_main(*argv: str) -> int:
     """For `run_ranks`: runs main.py in this process. Returns the exit status."""
     return run_main([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
@@ -365,42 +300,8 @@ def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
     return [row for row in iter_metrics(run_dir / "metrics.jsonl") if row["event"] == event]
 
 
-def list_snapshots(run_dir: Path) -> list[str]:
-    """Returns the names of all files in the folder of snapshots."""
-    return sorted(os.listdir(run_dir / "snapshots"))
-
-
-def newest_snapshot(run_dir: Path) -> dict:
-    snapshot = SnapshotFolder(str(run_dir / "snapshots")).load_newest()
-    assert snapshot is not None
-    return snapshot
-
-
-def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
-    """Returns the content of a snapshot, by default with one weight. Its elements are the step."""
-    return {
-        "format": 3,
-        "step": step,
-        "samples": 7 * step,
-        "val_loss": None,
-        "best": {"step": None, "val_loss": math.inf},
-        "config": config_to_dict(Config()),
-        "vocabulary": "ab",
-        "tokenizer": None,
-        "vocab_size": 2,
-        "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},
-        "learning_rate": 0.1,
-        "text_sha256": "",
-        "scaler": {},
-        "code": {},
-        "param_groups": [],
-        "model": weights or {"weight": torch.full((3, 4), float(step))},
-        "optimizer": {},
-    } | changes
-
-
 def assert_equal_snapshots(one: Path, other: Path) -> None:
-    a, b = newest_snapshot(one), newest_snapshot(other)
+    a, b = (SnapshotFolder(f"{run_dir}/snapshots").load_newest() or {} for run_dir in (one, other))
     assert a["step"] == b["step"]
     for name, weight in a["model"].items():
         assert torch.equal(weight, b["model"][name]), name
@@ -410,10 +311,6 @@ def assert_equal_snapshots(one: Path, other: Path) -> None:
 
 def loss_curve(run_dir: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in read_rows(run_dir)]
-
-
-def max_relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 60) -> None:
@@ -450,53 +347,3 @@ def ip(*args: str) -> None:
 def in_namespace(name: str) -> list[str]:
     """Returns the start of a command that runs in a network namespace, with a separate host name."""
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "-"]
-
-
-def small_gpt(seed: int = 0, **changes: Any) -> GPT:
-    torch.manual_seed(seed)
-    return GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": V, "block_size": T} | changes))
-
-
-def random_gpt(**changes: Any) -> GPT:
-    """Returns a model with large weights in float64. An untrained model repeats its last character."""
-    model = small_gpt(seed=3, **changes).double()
-    for name, parameter in model.named_parameters():
-        if "ln_" not in name:
-            nn.init.normal_(parameter, std=1.0 if parameter.dim() >= 2 else 0.2)
-    return model
-
-
-def random_tokens(*shape: int, seed: int = 1, vocab_size: int = V) -> Tensor:
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-
-
-@contextmanager
-def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
-    """For `run_ranks`: a trainer in this process, without its output.
-
-    `rendezvous` must differ between the trainers of one process.
-    """
-    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
-    with (
-        main.process_group(config, detect_launch_environment(os.environ)) as context,
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(io.StringIO()),
-    ):
-        trainer = Trainer(config, context)
-        yield trainer
-        trainer.close()
-
-
-def train_losses(trainer: Trainer, steps: int) -> list[float]:
-    """Trains this number of steps. Returns the mean loss over the batch of each step."""
-    return [trainer.strategy.mean_loss(trainer.train_step().losses).item() for _ in range(steps)]
-
-
-def assert_one_message(stderr: str, *parts: str) -> None:
-    """Asserts that the output is one message of an error, with these parts."""
-    first, *more = stderr.splitlines()
-    assert re.match(r"error: \S", first), stderr
-    assert stderr.count("error: ") == 1, stderr
-    assert "Traceback" not in stderr
-    assert all(line.startswith("  ") for line in more), stderr  # a list of mistakes is indented
-    assert [part for part in parts if part not in stderr] == [], stderr

@@ -19,7 +19,6 @@ from mingpt.snapshot.load import load_pretrained
 from model import GPT
 from tests.helpers import (
     assert_equal_snapshots,
-    newest_snapshot,
     read_rows,
     run_args,
     run_each_captured,
@@ -28,6 +27,7 @@ from tests.helpers import (
     train_run,
     write_text,
 )
+from tests.inside import newest_snapshot
 
 SNAPSHOT = "snapshots/step_00000006.pt"
 CHARACTERS = 'figs ñandú—🙂"\\\t'

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT
-from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
+from tests.inside import T, V, random_gpt, random_tokens, small_gpt
 
 
 def generate_all(model: GPT, idx: Tensor, number: int, **options: Any) -> Tensor:

@@ -21,7 +21,8 @@ from mingpt.config.parser import read_config
 from mingpt.config.schema import KEYS
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot import __main__ as listing
-from tests.helpers import SMALL_CONFIG, assert_one_message, run_args, run_main, run_ranks, write_text
+from tests.helpers import SMALL_CONFIG, run_args, run_main, run_ranks, write_text
+from tests.inside import assert_one_message
 
 Refusal = Callable[..., str]  # the fixture `refusal`
 STAGES = "--distributed.pipeline_stages 2 --trainer.micro_batch_size 2 --trainer.batch_size 8"

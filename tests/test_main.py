@@ -19,7 +19,6 @@ from mingpt.system import device
 from mingpt.system.run_lock import LOCK_NAME
 from tests.helpers import (
     ROOT,
-    assert_one_message,
     main_process,
     run_args,
     run_each_captured,
@@ -29,6 +28,7 @@ from tests.helpers import (
     start_ranks,
     write_text,
 )
+from tests.inside import assert_one_message
 from trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from mingpt.config.schema import GPTConfig, OptimizerConfig
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer, learning_rate
 from model import MLP
-from tests.helpers import T, V, random_gpt, random_tokens, small_gpt
+from tests.inside import T, V, random_gpt, random_tokens, small_gpt
 
 
 def test_no_logit_depends_on_a_later_character() -> None:

@@ -9,7 +9,8 @@ from matplotlib.colors import to_hex
 import plot
 from mingpt.program import run_program as exit_status_of
 from plot import PANELS, curve, draw, read_rows
-from tests.helpers import assert_one_message, run_args, run_on, run_program, write_text
+from tests.helpers import run_args, run_on, run_program, write_text
+from tests.inside import assert_one_message
 
 
 @pytest.fixture(scope="module")

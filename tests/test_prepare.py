@@ -19,7 +19,8 @@ import pytest
 from data import prepare
 from mingpt.program import run_program as exit_status_of
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
-from tests.helpers import ROOT, assert_one_message, byte_pair_tokenizer, clean_env, prepare_text
+from tests.helpers import ROOT, clean_env
+from tests.inside import assert_one_message, byte_pair_tokenizer, prepare_text
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzé—🙂"
 NAMES = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import list_snapshots, newest_snapshot, read_rows, run_captured, run_ranks, train_run
+from tests.helpers import read_rows, run_captured, run_ranks, train_run
+from tests.inside import list_snapshots, newest_snapshot
 
 
 @pytest.fixture

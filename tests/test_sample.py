@@ -15,7 +15,8 @@ import torch
 import sample
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from tests.helpers import ROOT, assert_one_message, clean_env, run_on_terminal, train_run, write_text
+from tests.helpers import ROOT, clean_env, run_on_terminal, train_run, write_text
+from tests.inside import assert_one_message
 
 LENGTH = 40  # characters to generate: more than a window of 16
 NEWEST = "snapshots/step_00000006.pt"

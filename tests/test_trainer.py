@@ -15,11 +15,8 @@ from mingpt import program
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
     NO_DROPOUT,
-    call_before,
     loss_curve,
     main_process,
-    newest_snapshot,
-    open_trainer,
     read_rows,
     run_args,
     run_main,
@@ -31,6 +28,7 @@ from tests.helpers import (
     wait_for_step,
     write_text,
 )
+from tests.inside import call_before, newest_snapshot, open_trainer
 from trainer import StepResult, Trainer
 
 

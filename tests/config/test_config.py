@@ -12,7 +12,8 @@ import yaml
 from mingpt.config.parser import DEFAULT_CONFIG, read_config
 from mingpt.config.schema import HEADINGS, KEYS, SHAPE_KEYS, Config, ModelConfig, config_to_dict
 from mingpt.config.yaml_format import dump_config, format_value
-from tests.helpers import ROOT, newest_snapshot, run_each_captured, run_ranks
+from tests.helpers import ROOT, run_each_captured, run_ranks
+from tests.inside import newest_snapshot
 
 PATHS = ("data.path", "trainer.init_from", "trainer.run_dir", "trainer.snapshot_path")
 TEXT_KEYS = (*PATHS, "trainer.sample_prompt", "trainer.wandb_project")

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from mingpt.distributed import process_group
 from mingpt.errors import UserError
 from tests.helpers import (
-    call_before,
     free_port,
-    newest_snapshot,
     read_rows,
     run_args,
     run_captured,
@@ -25,6 +23,7 @@ from tests.helpers import (
     wait_until,
     worker_pids,
 )
+from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
 
 TIMEOUT = 4

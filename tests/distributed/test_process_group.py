@@ -20,7 +20,8 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import assert_one_message, free_port, open_process_group, run_args, run_captured, run_main, run_ranks
+from tests.helpers import free_port, run_args, run_captured, run_main, run_ranks
+from tests.inside import assert_one_message, open_process_group
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])

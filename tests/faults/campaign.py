@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from mingpt.snapshot.folder import SnapshotFolder, expired_steps
 from tests.faults.runs import Run, assert_same_run, send
-from tests.helpers import prepare_text, run_args, train_run, write_text
+from tests.helpers import run_args, train_run, write_text
+from tests.inside import prepare_text
 
 KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a rank",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import assert_same_run
-from tests.helpers import call_before, run_args, start_ranks, train_main, train_run
+from tests.helpers import run_args, start_ranks, train_main, train_run
+from tests.inside import call_before
 from trainer import Trainer
 
 STEPS = 7

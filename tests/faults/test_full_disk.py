@@ -16,19 +16,8 @@ from mingpt.errors import UserError
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from tests.faults.runs import Run, assert_same_run
-from tests.helpers import (
-    list_snapshots,
-    loss_curve,
-    newest_snapshot,
-    run_args,
-    run_captured,
-    run_main,
-    run_ranks,
-    small_snapshot,
-    train_run,
-    write_overfitting_text,
-    write_text,
-)
+from tests.helpers import loss_curve, run_args, run_captured, run_main, run_ranks, train_run, write_text
+from tests.inside import list_snapshots, newest_snapshot, small_snapshot, write_overfitting_text
 
 LAST_STEP, SAVE_EVERY = 100, 10
 DISK_SIZE = 8 * 2**20

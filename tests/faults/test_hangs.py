@@ -14,7 +14,8 @@ import model
 import trainer
 from mingpt.distributed.process_group import ANSWER_SECONDS, ERROR_SECONDS
 from mingpt.snapshot.manager import SnapshotManager
-from tests.helpers import ROOT, call_before, free_port, main_process, run_args, start_ranks, write_text
+from tests.helpers import ROOT, free_port, main_process, run_args, start_ranks, write_text
+from tests.inside import call_before
 from trainer import Trainer
 
 STRATEGIES: dict[str, dict[str, Any]] = {

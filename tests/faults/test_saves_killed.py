@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from mingpt.snapshot.folder import SnapshotFolder
-from tests.helpers import run_ranks, small_snapshot
+from tests.helpers import run_ranks
+from tests.inside import small_snapshot
 
 LEFTOVER = f"step_00000001.pt.{'77' * 16}.tmp"  # of an earlier killed save, which the next start deletes
 

@@ -15,7 +15,7 @@ import torch
 
 import main
 from mingpt.program import exit_process, run_program
-from tests.helpers import call_before
+from tests.inside import call_before
 from trainer import Trainer
 
 FAILS_AFTER = 8  # steps

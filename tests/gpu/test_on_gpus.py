@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import (
-    ROOT,
-    TORCHRUN,
-    VISIBLE_GPUS,
-    max_relative_error,
-    ranks_on,
-    read_rows,
-    run_args,
-    run_program,
-    write_text,
-)
+from tests.helpers import ROOT, TORCHRUN, VISIBLE_GPUS, ranks_on, read_rows, run_args, run_program, write_text
+from tests.inside import max_relative_error
 from tests.parallel.runs import loss_errors, train, with_stages
 
 pytestmark = pytest.mark.gpu

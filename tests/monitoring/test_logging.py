@@ -12,7 +12,6 @@ from mingpt.program import exit_process
 from tests.helpers import (
     loss_curve,
     main_process,
-    newest_snapshot,
     read_rows,
     run_args,
     run_on_terminal,
@@ -21,6 +20,7 @@ from tests.helpers import (
     wait_for_step,
     write_text,
 )
+from tests.inside import newest_snapshot
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import assert_one_message, run_args, run_captured, run_main, run_ranks, train_run
+from tests.helpers import run_args, run_captured, run_main, run_ranks, train_run
+from tests.inside import assert_one_message
 
 
 def test_a_run_and_its_resumption_are_one_run_of_the_project(

@@ -7,7 +7,8 @@ import torch
 from mingpt.config.schema import OptimizerConfig
 from mingpt.errors import UserError
 from mingpt.optim.finite_guard import check_finite
-from tests.helpers import open_trainer, run_args
+from tests.helpers import run_args
+from tests.inside import open_trainer
 
 
 def check(step: int, norm: float) -> None:

@@ -14,18 +14,8 @@ from char_dataset import CharDataset
 from mingpt.nn.layers import IGNORE_INDEX
 from model import GPT, MLP, Block
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    NO_DROPOUT,
-    loss_curve,
-    max_relative_error,
-    newest_snapshot,
-    open_trainer,
-    run_args,
-    run_each_captured,
-    run_on,
-    train_losses,
-    write_text,
-)
+from tests.helpers import NO_DROPOUT, loss_curve, run_args, run_each_captured, run_on, write_text
+from tests.inside import max_relative_error, newest_snapshot, open_trainer, train_losses
 from trainer import Trainer
 
 Options = dict[str, Any]  # options of a run, by names such as trainer__batch_size

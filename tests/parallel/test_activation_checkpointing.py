@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mingpt.parallel.activation_checkpointing import apply_activation_checkpointing
-from tests.helpers import T, random_tokens, small_gpt
+from tests.inside import T, random_tokens, small_gpt
 
 
 def loss_and_gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -24,20 +24,8 @@ from mingpt.program import run_program
 from mingpt.snapshot.load import EMBEDDINGS, load_pretrained
 from model import GPT, MLP, Block, CausalSelfAttention
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    NO_DROPOUT,
-    assert_one_message,
-    call_before,
-    loss_curve,
-    max_relative_error,
-    newest_snapshot,
-    open_trainer,
-    read_rows,
-    run_args,
-    run_ranks,
-    train_main,
-    write_text,
-)
+from tests.helpers import NO_DROPOUT, loss_curve, read_rows, run_args, run_ranks, train_main, write_text
+from tests.inside import assert_one_message, call_before, max_relative_error, newest_snapshot, open_trainer
 from tests.parallel.runs import Options, change_buffers, count_one_token_only, freeze, run_changed, with_stages
 
 

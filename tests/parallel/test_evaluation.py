@@ -6,20 +6,8 @@ from pathlib import Path
 
 from mingpt.parallel.evaluation import SAMPLE_LENGTH, generate_sample
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    NO_DROPOUT,
-    call_before,
-    newest_snapshot,
-    open_trainer,
-    read_rows,
-    run_args,
-    run_captured,
-    run_on,
-    run_ranks,
-    train_losses,
-    wait_until,
-    write_text,
-)
+from tests.helpers import NO_DROPOUT, read_rows, run_args, run_captured, run_on, run_ranks, wait_until, write_text
+from tests.inside import call_before, newest_snapshot, open_trainer, train_losses
 from trainer import Trainer
 
 PROMPT = "does bob eat figs"  # longer than the window of the small runs

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import open_trainer, run_args, run_ranks
+from tests.helpers import run_args, run_ranks
+from tests.inside import open_trainer
 from tests.parallel.runs import Options
 
 MUON = {"optimizer__name": "muon"}

@@ -8,17 +8,8 @@ import torch
 
 from mingpt.parallel.evaluation import generate_sample
 from mingpt.parallel.pipeline import WTE
-from tests.helpers import (
-    NO_DROPOUT,
-    call_before,
-    max_relative_error,
-    open_trainer,
-    run_args,
-    run_captured,
-    run_ranks,
-    train_losses,
-    write_text,
-)
+from tests.helpers import NO_DROPOUT, run_args, run_captured, run_ranks, write_text
+from tests.inside import call_before, max_relative_error, open_trainer, train_losses
 from tests.parallel.runs import STRATEGIES, Options, assert_exact_resume, loss_errors, resume, train, with_stages
 from trainer import Trainer
 

@@ -7,18 +7,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.helpers import (
-    SLOW_ON_CPU,
-    max_relative_error,
-    newest_snapshot,
-    open_trainer,
-    ranks_on,
-    run_args,
-    run_ranks,
-    small_gpt,
-    train_losses,
-    write_text,
-)
+from tests.helpers import SLOW_ON_CPU, ranks_on, run_args, run_ranks, write_text
+from tests.inside import max_relative_error, newest_snapshot, open_trainer, small_gpt, train_losses
 from tests.parallel.runs import STRATEGIES, Options, assert_exact_resume, loss_errors, resume, scale_and_skip, train
 
 BY_NAME: dict[str, Options] = {name: {"distributed__strategy": name} for name in STRATEGIES}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import assert_same_run
-from tests.helpers import DEVICES, loss_curve, newest_snapshot, ranks_on, read_rows, run_args, run_on, write_text
+from tests.helpers import DEVICES, loss_curve, ranks_on, read_rows, run_args, run_on, write_text
+from tests.inside import newest_snapshot
 
 TREE = {"distributed__reduction": "tree"}
 # Runs on one and on three ranks.

@@ -18,7 +18,7 @@ from mingpt.snapshot import folder as folder_module
 from mingpt.snapshot.__main__ import run as list_path
 from mingpt.snapshot.folder import DamagedSnapshotError, SnapshotFolder, expired_steps, fingerprint, load_snapshot, sync
 from mingpt.snapshot.format import gpt_config
-from tests.helpers import small_snapshot
+from tests.inside import small_snapshot
 
 
 def file_names(*steps: int) -> list[str]:

@@ -14,18 +14,8 @@ import sample
 from mingpt.errors import UserError
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.load import load_pretrained
-from tests.helpers import (
-    ROOT,
-    assert_one_message,
-    byte_pair_tokenizer,
-    newest_snapshot,
-    prepare_text,
-    run_args,
-    run_each_captured,
-    run_ranks,
-    train_run,
-    write_text,
-)
+from tests.helpers import ROOT, run_args, run_each_captured, run_ranks, train_run, write_text
+from tests.inside import assert_one_message, byte_pair_tokenizer, newest_snapshot, prepare_text
 
 SIZES = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 ADOPTED: dict[str, Any] = {"model__n_layer": ..., "model__n_head": ..., "model__n_embd": ...}  # keys of the weights

@@ -17,12 +17,8 @@ from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
-    OVERFITTING,
     assert_equal_snapshots,
-    call_before,
-    list_snapshots,
     loss_curve,
-    newest_snapshot,
     read_rows,
     run_args,
     run_captured,
@@ -31,9 +27,9 @@ from tests.helpers import (
     train_main,
     train_run,
     wait_until,
-    write_overfitting_text,
     write_text,
 )
+from tests.inside import OVERFITTING, call_before, list_snapshots, newest_snapshot, write_overfitting_text
 from trainer import Trainer
 
 URL = "memory://mirror"

@@ -8,17 +8,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.helpers import (
-    OVERFITTING,
-    call_before,
-    run_args,
-    run_captured,
-    run_each_captured,
-    run_main,
-    run_ranks,
-    wait_until,
-    write_overfitting_text,
-)
+from tests.helpers import run_args, run_captured, run_each_captured, run_main, run_ranks, wait_until
+from tests.inside import OVERFITTING, call_before, write_overfitting_text
 from trainer import Trainer
 
 URL = "memory://mirror"

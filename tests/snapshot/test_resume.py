@@ -25,9 +25,6 @@ from model import GPT, MLP
 from tests.faults.runs import assert_same_run
 from tests.helpers import (
     SMALL_CONFIG,
-    assert_one_message,
-    list_snapshots,
-    newest_snapshot,
     read_rows,
     run_args,
     run_captured,
@@ -37,6 +34,7 @@ from tests.helpers import (
     train_run,
     write_text,
 )
+from tests.inside import assert_one_message, list_snapshots, newest_snapshot
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
 

@@ -25,7 +25,6 @@ from mingpt.system.run_lock import LOCK_NAME, RunLock
 from tests.helpers import (
     ROOT,
     TORCHRUN,
-    call_before,
     clean_env,
     read_rows,
     run_args,
@@ -35,6 +34,7 @@ from tests.helpers import (
     start_main,
     wait_for_step,
 )
+from tests.inside import call_before
 from trainer import Trainer
 
 HOLD_LOCK = """

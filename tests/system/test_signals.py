@@ -19,10 +19,8 @@ from mingpt.system.signals import EXIT_STATUS, SignalHandler, start_program
 from tests.helpers import (
     ROOT,
     TORCHRUN,
-    call_before,
     clean_env,
     main_process,
-    newest_snapshot,
     read_rows,
     run_args,
     run_program,
@@ -34,6 +32,7 @@ from tests.helpers import (
     wait_until,
     worker_pids,
 )
+from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
 
 ENDLESS = {"trainer__max_steps": 1_000_000, "trainer__save_every": 1_000_000}

@@ -21,7 +21,7 @@ from mingpt.config.schema import Config, DataConfig
 from mingpt.errors import UserError
 from mingpt.text.corpus import Corpus, check_text, read_corpus
 from mingpt.text.tokenizer import CharTokenizer
-from tests.helpers import prepare_text
+from tests.inside import prepare_text
 
 
 def read(path: Path | str, vocabulary: str = "", block_size: int = 1, train_split: float = 0.5) -> Corpus:

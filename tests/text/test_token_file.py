@@ -18,10 +18,7 @@ from tests.faults.runs import assert_same_run
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
-    assert_one_message,
     loss_curve,
-    newest_snapshot,
-    prepare_text,
     read_rows,
     run_args,
     run_each_captured,
@@ -30,6 +27,7 @@ from tests.helpers import (
     train_run,
     write_text,
 )
+from tests.inside import assert_one_message, newest_snapshot, prepare_text
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 
 from mingpt.errors import UserError
 from mingpt.text.tokenizer import CharTokenizer, JSONTokenizer, parse_tokenizer, restore_tokenizer, stream_text
-from tests.helpers import byte_pair_tokenizer
+from tests.inside import byte_pair_tokenizer
 
 TEXT = "naïve – “quoted” 🙂🏽 text,\n\n  ünd 日本語 \ufffd!"
 
