@@ -16,13 +16,12 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -122,21 +121,6 @@ def run_program(
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=clean_env(**env), check=False
     )
-
-
-@contextmanager
-def start_main(argv: list[str], *launcher: str, **env: str | None) -> Iterator[subprocess.Popen]:
-    """Starts `python LAUNCHER main.py ARGV`, and ends it if the block does not."""
-    command = [sys.executable, *launcher, str(ROOT / "main.py"), *argv]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env(**env)
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun ends its workers
-                process.communicate(timeout=60)
 
 
 def run_on_terminal(*argv: str | Path, **env: str | None) -> tuple[int, str]:
@@ -329,15 +313,6 @@ def wait_until(
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{name}: not within {timeout} s"
         time.sleep(0.01)
-
-
-def worker_pids(agent: int) -> list[int]:
-    """Returns the process ids of torchrun's workers, in the order of local ranks."""
-    ranks = {}
-    for process in psutil.Process(agent).children():
-        with suppress(psutil.Error):  # it has ended
-            ranks[process.pid] = process.environ().get("LOCAL_RANK", "")
-    return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
 
 def ip(*args: str) -> None:

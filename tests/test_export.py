@@ -17,16 +17,8 @@ from mingpt.config.parser import read_config
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.load import load_pretrained
 from model import GPT
-from tests.helpers import (
-    assert_equal_snapshots,
-    read_rows,
-    run_args,
-    run_each_captured,
-    run_on,
-    run_ranks,
-    train_run,
-    write_text,
-)
+from tests.faults.runs import assert_same_run
+from tests.helpers import read_rows, run_args, run_each_captured, run_on, run_ranks, train_run, write_text
 from tests.inside import newest_snapshot
 
 SNAPSHOT = "snapshots/step_00000006.pt"
@@ -212,7 +204,7 @@ def test_a_run_that_started_from_weights_resumes_without_them(trained: Path, tmp
     [[(refused, _, err), (resumed, _, _)]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
     assert (refused, len(err.splitlines()), resumed) == (2, 1, 0)
     assert err.startswith("error: data.block_size is 64, but 256 in the snapshot of step 3 in the run folder; set it ")
-    assert_equal_snapshots(tmp_path / "whole", tmp_path / "parts")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
     assert [row["step"] for row in read_rows(tmp_path / "parts", "start")] == [0, 3]
 
 

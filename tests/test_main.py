@@ -17,17 +17,7 @@ from mingpt.program import run_program as exit_status_of
 from mingpt.start import code_digests
 from mingpt.system import device
 from mingpt.system.run_lock import LOCK_NAME
-from tests.helpers import (
-    ROOT,
-    main_process,
-    run_args,
-    run_each_captured,
-    run_main,
-    run_program,
-    run_ranks,
-    start_ranks,
-    write_text,
-)
+from tests.helpers import main_process, run_args, run_each_captured, run_program, run_ranks, start_ranks, write_text
 from tests.inside import assert_one_message
 from trainer import Trainer
 
@@ -41,7 +31,7 @@ def argv(text: Path, tmp_path: Path) -> list[str]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text.txt and a run of one step."""
     folder = tmp_path_factory.mktemp("trained")
-    assert run_main(run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)) == 0
+    assert exit_status_of(main, run_args(folder / "run", write_text(folder / "text.txt"), trainer__max_steps=1)) == 0
     return folder
 
 
@@ -131,7 +121,7 @@ def test_other_versions_of_pytorch_are_refused(
 
 
 def test_on_windows_each_program_ends_with_one_line() -> None:
-    done = run_program("-c", "import sys; sys.platform = 'win32'; import main", cwd=ROOT)
+    done = run_program("-c", "import sys; sys.platform = 'win32'; import main", cwd=start.ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: these programs run on Linux and macOS; on Windows, use WSL\n"
 
@@ -155,7 +145,7 @@ def test_a_snapshot_of_another_shape_or_vocabulary_is_refused_and_nothing_change
     monkeypatch.chdir(trained)
     Path("other.txt").write_text(Path("text.txt").read_text().replace("figs", "kiwi"))
     before = contents(trained / "run")
-    assert run_main([*run_args(Path("run"), "text.txt", trainer__max_steps=2), f"--{name}", value]) == 2
+    assert exit_status_of(main, [*run_args(Path("run"), "text.txt", trainer__max_steps=2), f"--{name}", value]) == 2
     message = capsys.readouterr().err
     assert_one_message(message, name, *([] if name == "data.path" else ["step 1"]))
     assert re.search(expected, message)
@@ -171,7 +161,7 @@ def test_a_resumed_run_reports_another_learning_rate_text_and_pytorch(
     argv = run_args(run_dir, text, trainer__max_steps=2, optimizer__warmup_steps=1, optimizer__learning_rate=0.01)
     then = str(torch.__version__)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.99.0"))
-    assert run_main(argv) == 0
+    assert exit_status_of(main, argv) == 0
     out = capsys.readouterr().out
     assert f"resuming from {run_dir}/snapshots/step_00000001.pt" in out
     assert f"pytorch {then} -> 2.99.0" in out
@@ -228,9 +218,9 @@ def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str
 
 
 def test_the_code_digests_cover_the_library_and_the_scripts_that_train(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt")
+    shutil.copytree(start.ROOT / "mingpt", tmp_path / "mingpt")
     for script in ("main.py", "trainer.py", "model.py", "char_dataset.py", "sample.py"):
-        shutil.copy(ROOT / script, tmp_path)
+        shutil.copy(start.ROOT / script, tmp_path)
     (tmp_path / "mingpt/.#start.py").symlink_to("user@host.1234:5678")  # a lock of Emacs
     (tmp_path / "mingpt/old.py").mkdir()
     before = code_digests(tmp_path)

@@ -6,23 +6,13 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 from mingpt.distributed import process_group
 from mingpt.errors import UserError
-from tests.helpers import (
-    free_port,
-    read_rows,
-    run_args,
-    run_captured,
-    run_ranks,
-    start_main,
-    wait_for_step,
-    wait_until,
-    worker_pids,
-)
+from tests.faults.runs import Run
+from tests.helpers import free_port, read_rows, run_args, run_captured, run_ranks, wait_until
 from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
 
@@ -115,9 +105,9 @@ def _raise_errors(errors: dict[int, Exception], envs: list[dict[str, str]], argv
 def test_workers_save_and_exit_when_torchrun_is_killed(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__max_steps=1_000_000, trainer__save_every=100_000)
-    with start_main(argv, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") as agent:
-        wait_for_step(run_dir, 5)
-        workers = worker_pids(agent.pid)
-        agent.kill()
-        wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers have ended", timeout=20)
+    with Run(run_dir, argv) as run:
+        run.start_torchrun(2)
+        run.wait_for_step(5)
+        run.processes[0].kill()
+        wait_until(lambda: not run.pids(), "the workers have ended", timeout=20)
     assert newest_snapshot(run_dir)["step"] == read_rows(run_dir, "stop")[-1]["step"] == read_rows(run_dir)[-1]["step"]

@@ -23,17 +23,7 @@ from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT, MLP
 from tests.faults.runs import assert_same_run
-from tests.helpers import (
-    SMALL_CONFIG,
-    read_rows,
-    run_args,
-    run_captured,
-    run_each_captured,
-    run_main,
-    run_ranks,
-    train_run,
-    write_text,
-)
+from tests.helpers import read_rows, run_args, run_each_captured, run_main, run_ranks, train_run, write_text
 from tests.inside import assert_one_message, list_snapshots, newest_snapshot
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
@@ -60,7 +50,7 @@ def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(trained
     run = trained / "two"
     snapshot = torch.load(run / "snapshots/step_00000006.pt", weights_only=True)
     assert isinstance(snapshot["format"], int)
-    assert (snapshot["step"], snapshot["samples"]) == (6, 6 * SMALL_CONFIG["trainer.batch_size"])
+    assert (snapshot["step"], snapshot["samples"]) == (6, 6 * 7)
     assert snapshot["vocabulary"] == "".join(sorted(set((trained / "text.txt").read_text())))
     assert snapshot["scaler"] == {}  # fp32 needs none
     assert snapshot["val_loss"] == read_rows(run, "eval")[-1]["val_loss"]
@@ -82,7 +72,7 @@ def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(trained
 
 
 def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_one_of_an_earlier_version(
-    trained: Path, run_dir: Path, tmp_path: Path
+    trained: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has other keys and entries, which are not reported as changes."""
     older, file = (run_dir / f"snapshots/step_0000000{step}.pt" for step in (3, 6))
@@ -94,9 +84,8 @@ def test_resume_skips_a_damaged_snapshot_and_restores_the_same_bits_also_from_on
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
-    argv = run_args(run_dir, trained / "text.txt", **SIX_STEPS)
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert status == 0
+    assert run_main(run_args(run_dir, trained / "text.txt", **SIX_STEPS)) == 0
+    out, err = capsys.readouterr()
     [damaged] = err.splitlines()
     assert f"{file} is damaged (the bytes of its part archive/data.pkl do not" in damaged
     assert f"resuming from {older}\n" in out
@@ -134,7 +123,9 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
 
 
-def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run_dir: Path, tmp_path: Path) -> None:
+def test_retuning_keys_follow_the_yaml_and_changes_are_logged(
+    trained: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The text loses a character, too. The learning rate is so low that the weights of step 6 stay."""
     before = newest_snapshot(run_dir)
     code = {**before["code"], "model.py": "another content", "mingpt/nn/own.py": "removed"}
@@ -143,9 +134,9 @@ def test_retuning_keys_follow_the_yaml_and_changes_are_logged(trained: Path, run
     text = tmp_path / "text.txt"
     text.write_text((trained / "text.txt").read_text().replace("f", "s"))
     options = {"optimizer__learning_rate": 1e-12, "optimizer__decay_steps": 20, "trainer__batch_size": 5}
-    argv = run_args(run_dir, text, **options, trainer__max_steps=8)
-    [(status, out, err)] = run_ranks(1, run_captured, *argv, tmp_path=tmp_path)
-    assert (status, err) == (0, "")
+    assert run_main(run_args(run_dir, text, **options, trainer__max_steps=8)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
     logged = out.partition("resuming from")[2].partition("step 7/8")[0]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (trained / "text.txt", text)]
     assert f"the text's SHA-256 {digests[0]} -> {digests[1]}" in logged

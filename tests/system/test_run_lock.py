@@ -22,18 +22,8 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock
-from tests.helpers import (
-    ROOT,
-    TORCHRUN,
-    clean_env,
-    read_rows,
-    run_args,
-    run_captured,
-    run_main,
-    run_ranks,
-    start_main,
-    wait_for_step,
-)
+from tests.faults.runs import Run
+from tests.helpers import clean_env, read_rows, run_args, run_captured, run_ranks
 from tests.inside import call_before
 from trainer import Trainer
 
@@ -79,7 +69,7 @@ def test_a_lock_ends_with_its_process_and_excludes_other_network_namespaces(tmp_
     """Containers on one host have such namespaces."""
     unshare = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
     command = [*unshare, sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env(), cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=clean_env()) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
         assert_locked(tmp_path, f"process {process.pid} on {platform.node()}")
@@ -108,11 +98,12 @@ def test_a_file_system_without_locks_is_warned_of(
     ]
 
 
-def test_a_second_start_is_refused_while_the_first_reads_its_text(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    argv = run_args(tmp_path / "run", text)
-    statuses: list[int] = []
-    call_before(start, "read_corpus", lambda *_: statuses.append(run_main(argv)), monkeypatch.setattr)
-    assert [run_main(argv), *statuses] == [0, 2]
+@pytest.mark.usefixtures("text")
+def test_a_second_start_is_refused_while_the_first_reads_its_text(tmp_path: Path, monkeypatch: Any) -> None:
+    refused: list[None] = []
+    call_before(start, "read_corpus", lambda *_: refused.append(assert_locked(tmp_path / "run")), monkeypatch.setattr)
+    build_trainer(tmp_path).close()
+    assert len(refused) == 1
 
 
 def build_trainer(folder: Path, **changes: Any) -> Trainer:
@@ -192,11 +183,12 @@ def _lose_while_training(argv: list[str], run_dir: Path, how: str) -> tuple[int,
 def test_torchrun_begins_a_new_run_after_the_folder_was_moved(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = run_args(run_dir, text, trainer__max_steps=1_000_000)
-    with start_main(argv, *TORCHRUN, "--nproc_per_node=2", "--max_restarts=1") as process:
-        wait_for_step(run_dir, 5)
+    with Run(run_dir, argv) as run:
+        run.start_torchrun(2, "--max_restarts=1")
+        run.wait_for_step(5)
         run_dir.rename(tmp_path / "moved")
-        wait_for_step(run_dir, 5)
-        process.terminate()
-        process.communicate(timeout=60)
+        run.wait_for_step(5)
+        run.processes[0].terminate()
+        run.finish()
     assert [row["step"] for row in read_rows(run_dir, "start")] == [0]
     assert {row["restart_count"] for row in read_rows(run_dir)} == {1}

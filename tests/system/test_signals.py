@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,21 +15,18 @@ import pytest
 
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.signals import EXIT_STATUS, SignalHandler, start_program
+from tests.faults.runs import Run
 from tests.helpers import (
     ROOT,
-    TORCHRUN,
     clean_env,
     main_process,
     read_rows,
     run_args,
     run_program,
     run_ranks,
-    start_main,
     start_ranks,
     train_main,
-    wait_for_step,
     wait_until,
-    worker_pids,
 )
 from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
@@ -114,14 +110,16 @@ def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["_pydantic_core", "numpy/_core"])
-def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(library: str) -> None:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen([sys.executable, ROOT / "main.py"], env=clean_env(), text=True, **pipes) as process:
-        maps = Path(f"/proc/{process.pid}/maps")
-        wait_until(lambda: library in maps.read_text(), "the import", process=process)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=20) == ("", "")
-        assert process.returncode == 130
+def test_an_interrupt_while_modules_are_imported_ends_the_program_without_a_traceback(
+    library: str, tmp_path: Path
+) -> None:
+    with Run(tmp_path / "run", []) as run:
+        run.start()
+        maps = Path(f"/proc/{run.processes[0].pid}/maps")
+        wait_until(lambda: library in maps.read_text(), "the import")
+        run.processes[0].send_signal(signal.SIGINT)
+        assert run.finish() == [130]
+        assert run.output() == ""
 
 
 def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -> None:
@@ -154,15 +152,15 @@ def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -
 def test_a_signal_to_torchrun_or_its_workers_stops_the_run_and_saves(
     to_launcher: bool, name: str, recorded: str, max_restarts: int, text: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    torchrun = (*TORCHRUN, "--nproc_per_node=2", f"--max_restarts={max_restarts}")
-    with start_main(run_args(run, text, **ENDLESS), *torchrun) as process:
-        wait_for_step(run, 5)
-        for pid in [process.pid] if to_launcher else worker_pids(process.pid):
+    run_dir = tmp_path / "run"
+    with Run(run_dir, run_args(run_dir, text, **ENDLESS)) as run:
+        run.start_torchrun(2, f"--max_restarts={max_restarts}")
+        run.wait_for_step(5)
+        for pid in [run.processes[0].pid] if to_launcher else run.ranks():
             os.kill(pid, getattr(signal, name))
-        process.communicate(timeout=60)
-    stop = read_rows(run, "stop")[-1]
-    assert newest_snapshot(run)["step"] == stop["step"] == read_rows(run)[-1]["step"]
+        wait_until(lambda: not run.pids(), "the workers have ended")
+    stop = read_rows(run_dir, "stop")[-1]
+    assert newest_snapshot(run_dir)["step"] == stop["step"] == read_rows(run_dir)[-1]["step"]
     assert stop["signal"] == recorded
 
 
@@ -197,12 +195,13 @@ def stop_with_a_slow_disk(*argv: str) -> tuple[int, float]:
 @pytest.mark.slow
 def test_workers_end_with_one_message_if_torchrun_is_killed_at_their_start(text: Path, tmp_path: Path) -> None:
     """Its store ends with it, and they would wait for the store until a timeout."""
-    with start_main(run_args(tmp_path / "run", text, **ENDLESS), *TORCHRUN, "--nproc_per_node=2") as process:
-        wait_until(lambda: len(worker_pids(process.pid)) == 2, "two workers", process=process)
-        maps = [Path(f"/proc/{pid}/maps") for pid in worker_pids(process.pid)]
-        wait_until(lambda: all("libtorch" in file.read_text() for file in maps), "libtorch", process=process)
-        process.kill()
-        _, stderr = process.communicate(timeout=10)  # the workers hold the pipe, too
-    assert stderr.count("error: ") == 1
-    assert f"error: torchrun, process {process.pid}, has ended" in stderr
-    assert "frame #" not in stderr
+    with Run(tmp_path / "run", run_args(tmp_path / "run", text, **ENDLESS)) as run:
+        run.start_torchrun(2)
+        run.wait(lambda: len(run.ranks()) == 2, "two workers")
+        maps = [Path(f"/proc/{pid}/maps") for pid in run.ranks()]
+        run.wait(lambda: all("libtorch" in file.read_text() for file in maps), "libtorch")
+        run.processes[0].kill()
+        wait_until(lambda: not run.pids(), "the workers have ended", timeout=10)
+    assert run.output().count("error: ") == 1
+    assert f"error: torchrun, process {run.processes[0].pid}, has ended" in run.output()
+    assert "frame #" not in run.output()
