@@ -5,8 +5,7 @@ import shutil
 import signal
 import subprocess
 import uuid
-import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,20 +37,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 # Warnings are errors, except for one of torch.distributed.optim while it is imported. These filters are not in
 # pyproject.toml, where they would also apply to plugins: pytest-benchmark before 5.3 warns when pytest starts.
-STRICT = ("error", "ignore:`torch.jit:DeprecationWarning")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
-        return (yield)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.filterwarnings(*STRICT))
+def pytest_configure(config: pytest.Config) -> None:
+    for line in ("error", "ignore:`torch.jit:DeprecationWarning"):
+        config.addinivalue_line("filterwarnings", line)
 
 
 @pytest.fixture

@@ -89,11 +89,7 @@ WRONG_VALUES = [
     ("trainer.max_steps", "true 1.5 auto 100000000 0", ["a valid integer", "less than", "greater than"]),
     ("trainer.threads", "many 1.5 true null 0", ["a valid integer", "'auto'", "greater than 0"]),
     ("trainer.seed", "9223372036854775808 -1", ["less than 9223372036854775808", "greater than or equal to 0"]),
-    (
-        "optimizer.betas",
-        "0.9 [0.9] [0.8,0.9,0.99] [a,b] [0.9,] [2.0,0.9] null",
-        ["tuple", "number", "item", "less", "Field"],
-    ),
+    ("optimizer.betas", "0.9 [0.9] [a,b] [0.9,] [2.0,0.9] null", ["tuple", "number", "item", "less", "Field"]),
 ]
 # Options, ranks, device, and parts of the message
 STARTS = [

@@ -67,17 +67,6 @@ def test_held_out_loss_approaches_the_entropy_of_the_source_and_is_not_below_it(
     assert source_loss.mean() - margin < loss < source_loss.mean() + 0.05
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_parameters_have_the_names_of_gpt_2(bias: bool) -> None:
-    block = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-    layers = [f"h.{i}.{name}" for i in range(2) for name in block] + ["ln_f"]
-    expected = {f"transformer.{name}.weight" for name in ("wte", "wpe", *layers)}
-    if bias:
-        expected |= {f"transformer.{name}.bias" for name in layers}
-    model = small_gpt(bias=bias)
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == expected
-
-
 def test_initial_weights_are_distributed_as_in_gpt_2() -> None:
     model = small_gpt(n_layer=3, n_embd=128, vocab_size=65, block_size=64)
     for name, parameter in model.named_parameters():

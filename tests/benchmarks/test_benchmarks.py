@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import run
 from mingpt.program import run_program as exit_status_of
-from tests.helpers import ROOT, write_text
+from tests.helpers import ROOT
 
 TINY = (
     "--model.n_layer 1 --model.n_head 2 --model.n_embd 16 --data.block_size 16 --trainer.batch_size 4 "
@@ -16,33 +16,25 @@ TINY = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_text(tmp_path / "text.txt")
-    return tmp_path
-
-
-def measure(words: list[str], folder: Path) -> int:
-    argv = [word.replace("FOLDER", str(folder)) for word in words]
-    return exit_status_of(run, [*argv, "--data.path", f"{folder}/text.txt", *TINY.split()])
+def measure(words: str, text: Path) -> int:
+    return exit_status_of(run, [*shlex.split(words), "--data.path", str(text), *TINY.split()])
 
 
 def ratios(printed: str) -> list[float]:
-    return [
-        float(median) for median in re.findall(r"^\| .+ \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)
-    ]
+    medians = re.findall(r"^\| .+ \| ([\d.]+) \| [\d.]+ to [\d.]+ \|$", printed, re.MULTILINE)
+    return [float(median) for median in medians]
 
 
-def test_a_slower_side_has_a_larger_time(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert measure(["ab", "--model.n_layer 16", ""], folder) == 0
+def test_a_slower_side_has_a_larger_time(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert measure("ab '--model.n_layer 16' ''", text) == 0
     [ratio] = ratios(capfd.readouterr().out)
     assert ratio > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["ab '--distributed.strategy zero1' '' --ranks 2", f"checkout {ROOT}"])
-def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert measure(shlex.split(words), folder) == 0
+def test_each_benchmark_prints_a_row(words: str, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert measure(words, text) == 0
     assert ratios(capfd.readouterr().out)
 
 
@@ -54,8 +46,8 @@ def test_each_benchmark_prints_a_row(words: str, folder: Path, capfd: pytest.Cap
         ("ab '--model.layers 3' ''", "model.layers (in the command line) is not known"),
     ],
 )
-def test_a_mistake_is_one_message(words: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert measure(shlex.split(words), folder) == 2
+def test_a_mistake_is_one_message(words: str, message: str, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert measure(words, text) == 2
     printed = capfd.readouterr()
     assert message in printed.err
     assert not ratios(printed.out)

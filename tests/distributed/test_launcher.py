@@ -43,13 +43,11 @@ MPIRUN_FILE = "file:///run/ompi.12622/rendezvous-prterun-vm-12622@1"
     ("env", "expected"),
     [
         ({}, RankInfo()),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, RankInfo()),
         (BY_HAND, RankInfo(1, 4)),
         (BY_HAND | MASTER, RankInfo(1, 4, init_method="env://")),
         (BATCH, RankInfo()),
         (STEP, RankInfo(3, 5, 1, None, f"tcp://node01:{STEP_PORT}")),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2]m[01-04]-ib"}, RankInfo(3, 5, 1, None, f"tcp://n1m01-ib:{STEP_PORT}")),
-        (STEP | {"SLURM_STEP_NODELIST": "node07,node08"}, RankInfo(3, 5, 1, None, f"tcp://node07:{STEP_PORT}")),
         (STEP | MASTER | {"WORLD_SIZE": "5"}, RankInfo(3, 5, 1, None, "env://")),
         (STEP | {"SLURM_STEP_NUM_NODES": "1"}, RankInfo(3, 5, 1, None, f"tcp://127.0.0.1:{STEP_PORT}")),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, RankInfo()),

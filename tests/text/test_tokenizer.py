@@ -63,16 +63,6 @@ def test_a_snapshot_rebuilds_the_tokenizer_without_truncation() -> None:
         assert rebuilt.decode(rebuilt.encode(TEXT, "test")) == TEXT
 
 
-def test_a_long_text_is_encoded_in_pieces_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "some words, " * 50 + "\n\n  and others.\n" * 50
-    tokenizer = byte_pair_tokenizer(text, 300)
-    expected = tokenizer.tokenizer.encode(text).ids
-    monkeypatch.setattr("mingpt.text.tokenizer.PIECE_SIZE", 100)
-    monkeypatch.setattr("mingpt.text.tokenizer.BATCH_SIZE", 2)
-    assert tokenizer.encode(text, "test").tolist() == expected
-    assert tokenizer.encode("", "test").tolist() == []
-
-
 def test_characters_that_transformers_has_saved_again_are_characters() -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     saved = tokenizers.Tokenizer.from_str(CharTokenizer().extended(TEXT).to_json()).to_str(pretty=True)
