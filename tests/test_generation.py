@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import GPT
 from tests.inside import T, V, random_gpt, random_tokens, small_gpt
@@ -54,3 +54,10 @@ def test_frequencies_are_the_probabilities(temperature: float, top_k: int | None
     tokens = generate_all(model, idx, 1, generator=torch.Generator().manual_seed(0), **options)[:, 0]
     found = tokens.bincount(minlength=V) / number
     assert ((found - probs).abs() <= 5 * (probs * (1 - probs) / number).sqrt()).all()
+
+
+def test_rows_of_a_padded_vocabulary_are_not_sampled() -> None:
+    model = small_gpt()
+    model.lm_head = nn.Linear(16, 64, bias=False)
+    tokens = generate_all(model, random_tokens(2, 3), 30, generator=torch.Generator().manual_seed(1))
+    assert tokens.max() < V
