@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mingpt.nn.layers import embedding
 from model import GPT
 from tests.inside import T, V, random_gpt, random_tokens, small_gpt
 
@@ -58,6 +59,6 @@ def test_frequencies_are_the_probabilities(temperature: float, top_k: int | None
 
 def test_rows_of_a_padded_vocabulary_are_not_sampled() -> None:
     model = small_gpt()
-    model.lm_head = nn.Linear(16, 64, bias=False)
+    model.transformer["wte"] = embedding(64, 16)
     tokens = generate_all(model, random_tokens(2, 3), 30, generator=torch.Generator().manual_seed(1))
     assert tokens.max() < V
