@@ -43,10 +43,7 @@ def test_a_sample_is_a_function_of_seed_and_number() -> None:
     assert data.starts(np.array([0, 1, 623, 624, 10**12])).tolist() == [3899, 1259, 2227, 1857, 3772]
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [range(5), range(777, 790), [5, 10**9], [3, 1, 2, 1], np.array([4, 10**12]), range(4097)],
-)
+@pytest.mark.parametrize("numbers", [range(777, 790), [5, 10**9], [3, 1, 2, 1], np.array([4, 10**12]), range(4097)])
 def test_a_batch_holds_the_windows_of_its_samples_in_their_order(numbers: range | list[int] | np.ndarray) -> None:
     data = CharDataset(np.arange(50_000, dtype=np.uint16), block_size=64, seed=1)  # 780 windows
     idx, targets = data[numbers]

@@ -38,21 +38,13 @@ MAX_LOST_SECONDS = 30.0  # of work, by a fault, on a machine that is busy; other
 
 
 class Plan(NamedTuple):
-    """How a run trains.
+    """How a run trains."""
 
-    Args:
-        mode: one of MODES
-        options: options that determine its bits, by names such as trainer__max_steps
-        world_sizes: number of ranks of each start, in turn
-        uses_launcher: otherwise, a single process runs without torchrun
-        save_every: trainer.save_every; often, it asks for none before the end
-    """
-
-    mode: str
-    options: dict[str, Any]
-    world_sizes: list[int]
-    uses_launcher: bool
-    save_every: int
+    mode: str  # one of MODES
+    options: dict[str, Any]  # they determine its bits, by names such as trainer__max_steps
+    world_sizes: list[int]  # number of ranks of each start, in turn
+    uses_launcher: bool  # otherwise, a single process runs without torchrun
+    save_every: int  # often, it asks for none before the end
 
 
 def draw_plan(rng: random.Random, mode: str, steps: int) -> Plan:
@@ -76,16 +68,11 @@ def draw_plan(rng: random.Random, mode: str, steps: int) -> Plan:
 
 
 class Fault(NamedTuple):
-    """A fault that has happened.
-
-    Args:
-        step: the newest one before it
-        in_save: whether a snapshot was being written
-    """
+    """A fault that has happened."""
 
     kind: str
-    step: int
-    in_save: bool
+    step: int  # the newest one before it
+    in_save: bool  # whether a snapshot was being written
 
 
 class FaultyRun(Run):
@@ -125,12 +112,10 @@ class FaultyRun(Run):
         while self.reached < self.last_fault_step and len(self.faults) < self.most_faults:
             self.inject()
             # The next save of save_every waits for the one that is being written.
-            is_lost = self.lost_steps[-1] > 2 * self.plan.save_every or self.lost_seconds[-1] > MAX_LOST_SECONDS
-            if is_lost:
-                raise AssertionError(f"{self.faults[-1]}: {self.lost_steps[-1]} steps lost, {self.lost_seconds[-1]} s")
+            assert self.lost_steps[-1] <= 2 * self.plan.save_every, self.faults[-1]
+            assert self.lost_seconds[-1] <= MAX_LOST_SECONDS, self.faults[-1]
         self.wait(lambda: self.processes[-1].poll() is not None, "the end", may_exit=True)
-        if status := self.processes[-1].returncode:
-            raise AssertionError(f"exit status {status}\n{self.output()}")
+        assert self.processes[-1].returncode == 0, self.output()
         self.update()
         assert self.starts == 1 + sum(fault.kind != PAUSE for fault in self.faults), "a restart that no fault explains"
         left = SnapshotFolder(str(self.run_dir / "snapshots"))
@@ -170,8 +155,7 @@ class FaultyRun(Run):
             self.launch()
         elif kind != PAUSE:
             self.wait_for_start(starts)
-        if kind in (TERM, TERM_ALL) and self.lost_steps[-1]:
-            raise AssertionError(f"{kind}: {self.lost_steps[-1]} steps lost, although it saves")
+        assert kind not in (TERM, TERM_ALL) or self.lost_steps[-1] == 0, f"{kind}: steps lost, although it saves"
 
 
 def run_with_faults(seed: int, folder: Path, steps: int = STEPS, max_faults: int = MAX_FAULTS) -> FaultyRun:

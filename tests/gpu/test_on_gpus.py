@@ -45,21 +45,12 @@ def test_shards_in_host_memory_train_with_the_losses_of_a_cpu(tmp_path: Path) ->
 def test_shipped_configurations_train_evaluate_sample_and_are_profiled(name: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt", size=30_000)
     run_dir = tmp_path / "run"
-    options = {
-        "config": f"configs/{name}.yaml",
-        "data.path": text,
-        "optimizer.warmup_steps": 2,
-        "trainer.cuda_graphs": True,
-        "trainer.run_dir": run_dir,
-        "trainer.batch_size": 24,
-        "trainer.max_steps": 20,
-        "trainer.log_every": 1,
-        "trainer.sample_every": 10,
-        "trainer.eval_every": 10,
-        "trainer.profile_steps": 2,
-    }
-    argv = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    done = run_program("main.py", *argv, cwd=ROOT, timeout=900, **VISIBLE_GPUS)
+    options = (
+        f"--config=configs/{name}.yaml --data.path={text} --trainer.run_dir={run_dir} --optimizer.warmup_steps=2 "
+        "--trainer.cuda_graphs=true --trainer.batch_size=24 --trainer.max_steps=20 --trainer.log_every=1 "
+        "--trainer.sample_every=10 --trainer.eval_every=10 --trainer.profile_steps=2"
+    )
+    done = run_program("main.py", *options.split(), cwd=ROOT, timeout=900, **VISIBLE_GPUS)
     assert done.returncode == 0, done.stderr
     assert "graphs     CUDA graphs after 3 calls" in done.stdout
     first, *_, last = read_rows(run_dir)

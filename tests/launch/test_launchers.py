@@ -11,11 +11,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, write_text
+from tests.inside import assert_one_message
 
 # Command lines that start main.py "$@" on two processes; $PORT is free.
 MAIN = 'python main.py "$@"'
@@ -56,15 +58,9 @@ def run_launcher(command: str, folder: Path, world_size: int, **variables: str) 
     temporary = folder / "temporary"
     temporary.mkdir()
     env = variables | {"PORT": str(free_port()), "TMPDIR": str(temporary), "HF_HOME": str(temporary), "PATH": PATH}
-    with subprocess.Popen(
-        ["bash", "-c", command, "bash", *argv],
-        cwd=ROOT,
-        env=clean_env(**env),
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+    options: dict[str, Any] = {"cwd": ROOT, "env": clean_env(**env), "text": True, "start_new_session": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(["bash", "-c", command, "bash", *argv], **options) as process:
         try:
             output, _ = process.communicate(timeout=240)
         finally:
@@ -126,20 +122,13 @@ def test_the_image_has_all_files_that_its_programs_need(tmp_path: Path) -> None:
 def run_sbatch(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
     """Runs launch/slurm.sbatch in a folder with SLURM's commands."""
     (folder / "main.py").symlink_to(ROOT / "main.py")
-    return subprocess.run(
-        ["bash", str(ROOT / "launch/slurm.sbatch"), *args],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=clean_env(PATH=f"{folder}:{PATH}", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="1", **env),
-        timeout=120,
-        check=False,
-    )
+    command = ["bash", str(ROOT / "launch/slurm.sbatch"), *args]
+    env = clean_env(PATH=f"{folder}:{PATH}", SLURM_JOB_ID="7", SLURM_CPUS_PER_TASK="1", **env)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
-    ("run_dir", "progress"),
-    [("runs/try #2", True), pytest.param("2024-01-31", False, marks=pytest.mark.slow)],
+    ("run_dir", "progress"), [("runs/try #2", True), pytest.param("2024-01-31", False, marks=pytest.mark.slow)]
 )
 def test_a_job_that_fails_is_requeued_if_it_has_made_progress(run_dir: str, progress: bool, tmp_path: Path) -> None:
     metrics, calls = tmp_path / run_dir / "metrics.jsonl", tmp_path / "calls"
@@ -159,5 +148,4 @@ def test_a_job_that_fails_is_requeued_if_it_has_made_progress(run_dir: str, prog
 def test_a_mistake_ends_a_job_before_anything_starts(tmp_path: Path) -> None:
     done = run_sbatch(tmp_path, "--trainer.max_step", "3")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: trainer.max_step ")
-    assert len(done.stderr.splitlines()) == 1
+    assert_one_message(done.stderr, "error: trainer.max_step ")

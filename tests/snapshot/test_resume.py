@@ -104,10 +104,7 @@ def test_a_run_resumes_in_fp16_and_back(run_dir: Path, trained: Path, monkeypatc
         assert newest_snapshot(run_dir)["scaler"].get("_growth_tracker") == tracker  # steps since the scale changed
 
 
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [(1, "step 1: the validation loss is not finite"), (2, "step 2: the norm of the gradient")],
-)
+@pytest.mark.parametrize(("steps", "message"), [(1, "step 1: the validation loss"), (2, "step 2: the norm of the ")])
 def test_weights_that_are_not_finite_are_not_saved(
     steps: int, message: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
