@@ -3,6 +3,7 @@
 import faulthandler
 import fcntl
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -67,6 +68,7 @@ SLOW_ON_CPU = (pytest.param("cpu", marks=pytest.mark.slow), ON_GPUS)
 
 # Ranks are forks of a server that has imported everything once.
 FORKSERVER = multiprocessing.get_context("forkserver")
+CALLS = itertools.count()  # of `init_method`
 PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "main", "trainer", "sample", "mingpt.parallel.sharded", "pytest"]
 FORKSERVER.set_forkserver_preload(PRELOAD)
 
@@ -203,9 +205,14 @@ def run_main(argv: list[str]) -> int:
     return program.run_program(main.main, argv)
 
 
+def init_method() -> str:
+    """For `run_ranks`: returns a new address, the same one on all ranks, which make the same calls."""
+    return f"{os.environ.get('TEST_INIT_METHOD', 'file:///unused')}-{next(CALLS)}"
+
+
 def train_main(*argv: str) -> int:
     """For `run_ranks`: runs main.py in this process. Returns the exit status."""
-    return run_main([*argv, "--distributed.init_method", os.environ["TEST_INIT_METHOD"]])
+    return run_main(["--distributed.init_method", init_method(), *argv])
 
 
 def run_captured(*argv: str) -> tuple[int, str, str]:
@@ -228,11 +235,7 @@ def main_process(argv: list[str], stdout: Path | str, stderr: Path | str) -> Non
 
 def run_each_captured(argvs: list[list[str]]) -> list[tuple[int, str, str]]:
     """For `run_ranks`: calls `run_captured` with several command lines, one after the other."""
-    results, init_method = [], os.environ["TEST_INIT_METHOD"]
-    for i, argv in enumerate(argvs):
-        os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
-        results.append(run_captured(*argv))
-    return results
+    return [run_captured(*argv) for argv in argvs]
 
 
 @cache

@@ -24,7 +24,7 @@ from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.text.tokenizer import JSONTokenizer
 from model import GPT
-from tests.helpers import write_text
+from tests.helpers import init_method, write_text
 from trainer import Trainer
 
 V, T = 11, 8  # vocabulary size and window of `small_gpt`
@@ -92,18 +92,15 @@ def call_before(owner: Any, name: str, function: Callable[..., Any], patch: Call
 @contextmanager
 def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
     """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
-    config = DistributedConfig(**{"init_method": os.environ["TEST_INIT_METHOD"], "timeout_seconds": 60} | keys)
+    config = DistributedConfig(**{"init_method": init_method(), "timeout_seconds": 60} | keys)
     with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
         yield context
 
 
 @contextmanager
-def open_trainer(*argv: str, rendezvous: Any = "") -> Iterator[Trainer]:
-    """For `run_ranks`: a trainer in this process, without its output.
-
-    `rendezvous` must differ between the trainers of one process.
-    """
-    config = read_config([*argv, "--distributed.init_method", f"{os.environ['TEST_INIT_METHOD']}-{rendezvous}"])
+def open_trainer(*argv: str) -> Iterator[Trainer]:
+    """For `run_ranks`: a trainer in this process, without its output."""
+    config = read_config([*argv, "--distributed.init_method", init_method()])
     with (
         main.process_group(config, detect_launch_environment(os.environ)) as context,
         redirect_stdout(io.StringIO()),

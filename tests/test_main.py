@@ -201,9 +201,8 @@ def test_ranks_agree_on_configuration_text_code_and_precision(text: Path, tmp_pa
 
 def _run_with_own_argv(cases: list[list[list[str]]]) -> list[tuple[int, str, str]]:
     """Runs each case with this rank's command line. Its last word may be a difference other than an option."""
-    results, init_method = [], os.environ["TEST_INIT_METHOD"]
-    for i, case in enumerate(cases):
-        os.environ["TEST_INIT_METHOD"] = f"{init_method}-{i}"
+    results = []
+    for case in cases:
         argv = case[int(os.environ["RANK"])]
         with pytest.MonkeyPatch.context() as patch:
             if argv[-1] == "another code":

@@ -1,7 +1,6 @@
 import os
 import re
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def _count_tokens(argv: list[str]) -> list[int]:
 
     trainer.Progress = WithTokens  # type: ignore[misc]
     call_before(Trainer, "after_step", count)
-    with open_trainer(*argv, rendezvous=time.monotonic_ns()) as run:
+    with open_trainer(*argv) as run:
         before = run.progress.tokens
         run.train()
         return [before, run.progress.tokens]

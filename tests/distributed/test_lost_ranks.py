@@ -28,11 +28,9 @@ TIMEOUT = 4
     ],
 )
 def test_all_ranks_name_the_lost_one_in_time(lost_rank: int, signal_name: str, text: Path, tmp_path: Path) -> None:
-    init_method = f"tcp://localhost:{free_port()}"
-    argv = run_args(tmp_path / "run", text, trainer__max_steps=1_000_000, distributed__timeout_seconds=TIMEOUT)
-    results = run_ranks(
-        3, _lose_a_rank, init_method, lost_rank, signal_name, argv, lost_rank=lost_rank, tmp_path=tmp_path
-    )
+    options = {"distributed__init_method": f"tcp://localhost:{free_port()}", "distributed__timeout_seconds": TIMEOUT}
+    argv = run_args(tmp_path / "run", text, trainer__max_steps=1_000_000, **options)
+    results = run_ranks(3, _lose_a_rank, lost_rank, signal_name, argv, lost_rank=lost_rank, tmp_path=tmp_path)
     assert results.pop(lost_rank) is None
     for status, err, seconds in results:
         assert status == 1
@@ -42,7 +40,7 @@ def test_all_ranks_name_the_lost_one_in_time(lost_rank: int, signal_name: str, t
     assert newest_snapshot(tmp_path / "run")["step"] >= 3
 
 
-def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[str]) -> tuple[int, str, float]:
+def _lose_a_rank(lost_rank: int, signal_name: str, argv: list[str]) -> tuple[int, str, float]:
     """One rank sends itself a signal before step 6. Returns status, stderr and the seconds since then."""
     started = []
 
@@ -55,7 +53,6 @@ def _lose_a_rank(init_method: str, lost_rank: int, signal_name: str, argv: list[
 
     call_before(Trainer, "train_step", send_signal)
     process_group.ANSWER_SECONDS = 1.5
-    os.environ["TEST_INIT_METHOD"] = init_method
     status, _, err = run_captured(*argv)
     return status, err, time.monotonic() - started[0]
 

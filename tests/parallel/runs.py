@@ -65,7 +65,7 @@ def resume(folder: Path, runs: list[tuple[str, Options]]) -> list[tuple[bool, li
         run_dir = Path(f"{os.environ['TEST_INIT_METHOD'].removeprefix('file://')}-{i}-run")  # the same on all ranks
         if os.environ.get("RANK", "0") == "0":
             shutil.copytree(folder / saved / "snapshots", run_dir / "snapshots")
-        with open_trainer(*run_args(run_dir, folder / "text.txt", **(NO_DROPOUT | options)), rendezvous=i) as trainer:
+        with open_trainer(*run_args(run_dir, folder / "text.txt", **(NO_DROPOUT | options))) as trainer:
             snapshot = newest_snapshot(folder / saved)
             assert snapshot["step"] == trainer.progress.step == 6
             found, expected = {}, {(name, ""): weight for name, weight in snapshot["model"].items()}

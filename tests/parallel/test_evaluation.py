@@ -42,7 +42,7 @@ def _evaluate(folder: Path, strategies: list[str]) -> list[tuple[float | None, s
     for name in strategies:
         run_dir = folder / f"{name}-{os.environ.get('WORLD_SIZE')}"
         argv = run_args(run_dir, folder / "text.txt", distributed__strategy=name, **options)
-        with open_trainer(*argv, rendezvous=name) as trainer:
+        with open_trainer(*argv) as trainer:
             trainer.evaluate()
             loss = trainer.progress.val_loss
             train_losses(trainer, 3)

@@ -52,7 +52,7 @@ def _count_reads(text: Path, runs: dict[str, Options]) -> dict[str, tuple[int, i
     counts = {}
     for name, options in runs.items():
         argv = run_args(text.parent / name, text, **options)
-        with open_trainer(*argv, rendezvous=name) as trainer:
+        with open_trainer(*argv) as trainer:
             trainer.train_step()
             with CountReads() as reads:
                 result = trainer.train_step()

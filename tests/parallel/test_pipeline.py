@@ -62,7 +62,7 @@ def _results(folder: Path, stages: int) -> dict[str, Any]:
         results["val_loss"] = trainer.progress.val_loss
         prompt = trainer.corpus.tokenizer.encode("bob", "prompt").tolist()
         results["sample"] = generate_sample(trainer.strategy, prompt, seed=1)
-    with open_trainer(*run_args(folder / f"tied-{stages}", folder / "text.txt", **tied), rendezvous="tied") as trainer:
+    with open_trainer(*run_args(folder / f"tied-{stages}", folder / "text.txt", **tied)) as trainer:
         trainer.evaluate()
         results["val_loss_with_dropout"] = trainer.progress.val_loss
         seeds: list[int] = []

@@ -98,7 +98,7 @@ def _on_two_ranks(folder: Path) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU]):
         pass  # the first one of a process has once recorded nothing (torch 2.10)
     for name, options in (BY_NAME | WITH_MUON).items():
-        with open_trainer(*run_args(folder / name, folder / "text.txt", **options), rendezvous=name) as trainer:
+        with open_trainer(*run_args(folder / name, folder / "text.txt", **options)) as trainer:
             train_losses(trainer, 1)
             results[name] = _reduced_numbers(trainer), *scale_and_skip(trainer, overflow_on=1)
     return results
