@@ -90,9 +90,9 @@ def call_before(owner: Any, name: str, function: Callable[..., Any], patch: Call
 
 
 @contextmanager
-def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
-    """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
-    config = DistributedConfig(**{"init_method": init_method(), "timeout_seconds": 60} | keys)
+def open_process_group() -> Iterator[DistributedContext]:
+    """For `run_ranks`: the process group of main.py."""
+    config = DistributedConfig(init_method=init_method(), timeout_seconds=60)
     with main.process_group(Config(distributed=config), detect_launch_environment(os.environ)) as context:
         yield context
 

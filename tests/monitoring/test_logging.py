@@ -9,33 +9,23 @@ import pytest
 
 from mingpt.monitoring.logging import configure_logging, logger, set_rank
 from mingpt.program import exit_process
-from tests.helpers import (
-    loss_curve,
-    main_process,
-    read_rows,
-    run_args,
-    run_on_terminal,
-    run_program,
-    start_ranks,
-    wait_for_step,
-    write_text,
-)
+from tests.helpers import main_process, read_rows, run_args, run_on_terminal, run_program, start_ranks, wait_for_step
 from tests.inside import newest_snapshot
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
 
 
-def test_a_pipe_gets_plain_dated_lines(tmp_path: Path) -> None:
+def test_a_pipe_gets_plain_dated_lines(text: Path, tmp_path: Path) -> None:
     """With relative paths, from another folder, and the name of a text that ASCII can't encode."""
-    write_text(tmp_path / "ü.txt")
+    text.rename(tmp_path / "ü.txt")
     done = run_program("main.py", *run_args(Path("run"), "ü.txt"), cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     out = done.stdout
     assert "\\xfc.txt: 3,000 tokens" in out
     assert not re.findall(r"[^\x20-\x7e\n]", out)  # no carriage return, no escape code
     assert out.endswith("\n")
-    for step, loss in loss_curve(tmp_path / "run"):
-        line = rf"^{DATE}step +{step}/12  loss {loss:.4f}  .* tokens/s  \d:\d\d:\d\d left$"
+    for row in read_rows(tmp_path / "run"):
+        line = rf"^{DATE}step +{row['step']}/12  loss {row['loss']:.4f}  .* tokens/s  \d:\d\d:\d\d left$"
         assert len(re.findall(line, out, re.MULTILINE)) == 1
     for row in read_rows(tmp_path / "run", "eval"):
         losses = f"{row['val_loss']:.4f} nats per token, {row['val_bpb']:.4f} bits per byte"
@@ -88,7 +78,7 @@ def test_training_continues_when_the_disk_of_its_output_is_full(text: Path, tmp_
     [process], _ = start_ranks(1, main_process, argv, "/dev/full", "/dev/full", tmp_path=tmp_path)
     process.join(60)
     assert process.exitcode == 0
-    assert len(loss_curve(tmp_path / "run")) == 12  # and no other line in metrics.jsonl
+    assert len(read_rows(tmp_path / "run")) == 12  # and no other line in metrics.jsonl
     assert newest_snapshot(tmp_path / "run")["step"] == 12
 
 

@@ -13,21 +13,11 @@ from typing import Any
 
 import pytest
 
+import main
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.signals import EXIT_STATUS, SignalHandler, start_program
 from tests.faults.runs import Run
-from tests.helpers import (
-    ROOT,
-    clean_env,
-    main_process,
-    read_rows,
-    run_args,
-    run_program,
-    run_ranks,
-    start_ranks,
-    train_main,
-    wait_until,
-)
+from tests.helpers import main_process, read_rows, run_args, run_program, run_ranks, start_ranks, train_main, wait_until
 from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
 
@@ -126,8 +116,8 @@ def test_a_closed_terminal_stops_the_run_and_saves(text: Path, tmp_path: Path) -
     """The run gets a SIGHUP, and can no longer write its lines."""
     run_dir = tmp_path / "run"
     master, slave = pty.openpty()
-    command = ["setsid", "--ctty", sys.executable, str(ROOT / "main.py"), *run_args(run_dir, text, **ENDLESS)]
-    with Popen(command, env=clean_env(), stdin=slave, stdout=slave, stderr=slave) as process:
+    command = ["setsid", "--ctty", sys.executable, main.__file__, *run_args(run_dir, text, **ENDLESS)]
+    with Popen(command, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         printed = b""
         while b"loss" not in printed:  # a line of the log
