@@ -258,10 +258,7 @@ def test_a_run_folder_is_listed_with_validation_losses_and_damage(
     assert cut == "DAMAGED: cut short, or not a file of torch.save: File is not a zip file"
 
 
-def test_a_missing_path_or_snapshot_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        list_path([])
-    assert "the following arguments are required: PATH" in capsys.readouterr().err
+def test_a_missing_snapshot_is_reported(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match=rf"^PATH: no snapshot at {folder}; main\.py saves them in its run folder"):
             list_path([str(folder)])
