@@ -76,12 +76,7 @@ class Fault(NamedTuple):
 
 
 class FaultyRun(Run):
-    """A run that is started again after each fault.
-
-    Attributes:
-        faults: the faults so far
-        failure: why the run is not as it should be, or empty
-    """
+    """A run that is started again after each fault."""
 
     def __init__(self, plan: Plan, run_dir: Path, text: Path, rng: random.Random, max_faults: int) -> None:
         super().__init__(run_dir, run_args(run_dir, text, **plan.options, trainer__save_every=plan.save_every))
@@ -89,8 +84,8 @@ class FaultyRun(Run):
         self.last_fault_step = plan.options["trainer__max_steps"] - 100
         self.most_faults = min(rng.randint(MIN_FAULTS, MAX_FAULTS), max_faults)
         self.rng = rng
-        self.faults: list[Fault] = []
-        self.failure = ""
+        self.faults: list[Fault] = []  # so far
+        self.failure = ""  # why the run is not as it should be, or empty
 
     def launch(self) -> None:
         """Starts the run, and waits until it trains."""

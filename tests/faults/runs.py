@@ -22,16 +22,7 @@ TIMEOUT = 150  # seconds to start, to stop or to reach a step; each takes ten
 class Run:
     """A run folder, and the processes that train into it. At the end of a `with` block they are killed.
 
-    Args:
-        run_dir: its output goes to a file next to it
-        argv: the command line of main.py
-        cwd: the working directory of all processes; by default, this process's
-
-    Attributes, which `update` sets:
-        reached: the newest step
-        starts: number of times that training has begun
-        lost_steps: number of steps that each start had to repeat
-        lost_seconds: duration of these steps
+    Their output goes to a file next to the folder.
     """
 
     def __init__(self, run_dir: Path, argv: Sequence[str], cwd: Path | None = None) -> None:
@@ -41,10 +32,12 @@ class Run:
         self.log = run_dir.with_suffix(".log")
         self.mark = uuid.uuid4().hex
         self.processes: list[subprocess.Popen] = []
-        self.reached, self.starts, self.started_at = 0, 0, 0.0
+        # `update` sets these.
+        self.reached = 0  # the newest step
+        self.starts, self.started_at = 0, 0.0  # number of times that training has begun
         self.step_times: dict[int, float] = {}
-        self.lost_steps: list[int] = []
-        self.lost_seconds: list[float] = []
+        self.lost_steps: list[int] = []  # number of steps that each start had to repeat
+        self.lost_seconds: list[float] = []  # duration of these steps
 
     def __enter__(self) -> "Run":
         return self

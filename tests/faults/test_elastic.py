@@ -41,14 +41,7 @@ def whole(text: Path) -> Path:
 
 
 def start_node(node: Run, position: str, port: int, is_host: bool) -> None:
-    """Starts a launcher with one worker.
-
-    Args:
-        node: a separate run, maybe in the other node's folder
-        position: key of ADDRESS, which determines its rank
-        port: of the rendezvous
-        is_host: whether it keeps the store of the rendezvous
-    """
+    """Starts a launcher with one worker. The rendezvous is at a port, in the store of the launcher that `is_host`."""
     options = {
         "nnodes": "1:2",
         "nproc_per_node": 1,

@@ -162,8 +162,7 @@ def count_one_token_only() -> None:
 def change_buffers(is_new: bool) -> None:
     """Adds a count of passes in training, and an average over the samples of this rank, to each MLP.
 
-    Args:
-        is_new: passes assign new tensors, and do not change them in place
+    With `is_new`, passes assign new tensors, and do not change them in place.
     """
     init: Any = MLP.__init__
     forward = MLP.forward
