@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -144,10 +144,11 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
     return corpus
 
 
-def build_model(model_config: GPTConfig, seed: int) -> GPT:
+def build_model(config: Config, vocab_size: int) -> GPT:
     """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters."""
-    torch.manual_seed(seed)
-    return GPT(model_config).train()
+    torch.manual_seed(config.trainer.seed)
+    shape = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+    return GPT(shape).train()
 
 
 def initial_weights(config: Config, context: DistributedContext, model: GPT, corpus: Corpus) -> dict[str, Tensor]:
