@@ -326,3 +326,4 @@ class Trainer:
         self.snapshots.close()
         if self.lock is not None:
             self.lock.close()
+            self.lock = None

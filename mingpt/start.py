@@ -17,6 +17,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
+from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load_pretrained
 from mingpt.system.device import tune_malloc
@@ -42,6 +43,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
+            open_folders(config.trainer)
 
 
 @cache  # an edit while the process runs does not change the code that it has imported

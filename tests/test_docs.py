@@ -220,7 +220,7 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for command in blocks(DOCS / "export.md"):
         run(command, checkout)
-    assert json.loads((checkout / "exported/config.json").read_text())["hidden_size"] == 128
+    assert json.loads((checkout / "exported/config.json").read_text())["n_embd"] == 128
     [stages] = [block for block in blocks(DOCS / "parallelism.md") if "pipeline_stages" in block]
     assert "1 x 2, 1f1b, 4 micro-batches of 3: each stage waits 20% of the time" in run(stages, checkout)
     _, plots, agent = blocks(DOCS / "monitoring.md")
@@ -341,7 +341,7 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         [row["loss"] for row in read_rows(run)] + [row["val_loss"] for row in read_rows(run, "eval")]
         for run in (folder / "runs/base", folder / "runs/one", folder / "runs/two")
     )
-    assert together == pytest.approx(alone, rel=2e-3)  # rounding errors grow from step to step
+    assert together == pytest.approx(alone, rel=5e-3)  # rounding errors grow from step to step
     assert (alone == base) == (change in ("parameter_norm", "replay"))
 
     text = (folder / "sample.txt").read_text()
@@ -415,7 +415,7 @@ def test_the_notebook_runs_in_a_kernel(checkout: Path, tmp_path: Path, monkeypat
     assert book.cells[4].outputs[-1].data["image/png"]
     for text, part in zip(
         rest,
-        ["The ", "done in", "lm_head", "251 ", "usage: ", "trainer.max_step ", "runs/default/snapshots"],
+        ["The ", "done in", "ln_f", "251 ", "usage: ", "trainer.max_step ", "runs/default/snapshots"],
         strict=True,
     ):
         assert part in text, text

@@ -138,7 +138,7 @@ class FaultyRun(Run):
         newest = left.load_newest()
         assert newest is not None
         steps = [*left.files()]
-        expired = expired_steps(steps, newest["scheduled"], newest["best"]["step"], keep=3)
+        expired = expired_steps(steps, self.plan.save_every, newest["best"]["step"], keep=3)
         assert not expired, f"{expired} of {steps} are left"
 
     def inject(self) -> None:
