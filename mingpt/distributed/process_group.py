@@ -21,6 +21,7 @@ from mingpt.monitoring.logging import is_reporter, logger, set_reporter
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 ERROR_SECONDS = 2.0  # all ranks that are alive get an error within this time after the first one
+GLOO_ERRORS = ("gloo", "application timeout")  # in a RuntimeError; the second one follows a collective that timed out
 ANSWER_SECONDS = 5.0  # how long the store's answers may take
 
 
@@ -55,7 +56,7 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
     first rank of each machine that has one reports the cause.
     """
     is_backend_error = isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in GLOO_ERRORS)
     )
     summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     cause = f"rank 0 has ended, or does not answer: {error}"

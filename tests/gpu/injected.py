@@ -22,7 +22,6 @@ FAILS_AFTER = 8  # steps
 WARMS_UP = 5  # steps that allocate memory, are recorded as CUDA graphs, or are compared with graphs
 
 train_step = Trainer.train_step
-advance = Trainer.advance
 
 
 def fail(trainer: Trainer) -> Any:
@@ -37,17 +36,17 @@ def fail(trainer: Trainer) -> Any:
     return train_step(trainer)
 
 
-def warn_of_waits(trainer: Trainer) -> None:
+def warn_of_waits(trainer: Trainer) -> Any:
     if trainer.context.device.type == "cuda":
         is_watched = WARMS_UP <= trainer.progress.step < trainer.last_step - 1
         torch.cuda.set_sync_debug_mode("warn" if is_watched else "default")
-    advance(trainer)
+    return train_step(trainer)
 
 
 if __name__ == "__main__":
     EVENT, *sys.argv[1:] = sys.argv[1:]
     if EVENT == "WAITS":
-        Trainer.advance = warn_of_waits  # type: ignore[method-assign]
+        Trainer.train_step = warn_of_waits  # type: ignore[method-assign]
     else:
         Trainer.train_step = fail  # type: ignore[method-assign]
     exit_process(run_program(main.main, sys.argv[1:]))
