@@ -104,7 +104,7 @@ def test_each_guarantee_and_each_fault_has_tests() -> None:
 
 def test_the_tree_names_all_modules_and_the_layers_are_those_that_lint_imports_checks() -> None:
     tree, shown = (
-        block for block in blocks(DOCS / "architecture.md", "text") if block.startswith(("main.py", "start"))
+        block for block in blocks(DOCS / "architecture.md", "text") if block.startswith(("mingpt/", "start"))
     )
     found = {
         ROOT / ("mingpt" if line[0] == " " else "") / name
@@ -129,7 +129,7 @@ def test_yaml_keys_in_backticks_and_options_of_main_py_exist(page: Path) -> None
 
 def test_each_result_of_benchmarks_has_a_command() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| \d", (DOCS / "benchmarks.md").read_text(), re.MULTILINE)
-    assert len(rows) >= 8
+    assert len(rows) >= 7
     for row in rows:
         words = shlex.split(re.sub(r" --(ranks|seconds) \d+", "", row.replace("FOLDER", str(ROOT))))
         size = 3 if words[0] == "ab" else 2
@@ -223,14 +223,8 @@ def test_docs_work_as_pasted(checkout: Path) -> None:
     assert json.loads((checkout / "exported/config.json").read_text())["n_embd"] == 128
     [stages] = [block for block in blocks(DOCS / "parallelism.md") if "pipeline_stages" in block]
     assert "1 x 2, 1f1b, 4 micro-batches of 3: each stage waits 20% of the time" in run(stages, checkout)
-    _, plots, agent = blocks(DOCS / "monitoring.md")
+    _, plots = blocks(DOCS / "monitoring.md")
     run(plots.replace("runs/retuned", "runs/stages"), checkout)
-    output = run(agent, checkout)
-    assert "workers.default.remaining_restarts=0" in output
-    assert output.count("[torchelastic]") < 60
-    assert "`torchrun --event_log_handler=console ...`" in (DOCS / "monitoring.md").read_text()
-    events = "torchrun --event_log_handler=console --standalone main.py --trainer.run_dir runs/events"
-    assert '"torchelastic.worker.status.SUCCEEDED"' in run(events, checkout)
 
 
 CHANGED_RUN = (
