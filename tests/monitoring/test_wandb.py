@@ -1,13 +1,12 @@
 """trainer.wandb_project, with the real wandb in its offline mode, and without it."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import assert_one_message, run_args, run_captured, run_each_captured, run_main, run_ranks, train_main
+from tests.helpers import assert_one_message, run_args, run_captured, run_each_captured, run_main, run_ranks
 
 
 def test_a_run_and_its_resumption_are_one_run_of_the_project(
@@ -26,12 +25,6 @@ def test_a_run_and_its_resumption_are_one_run_of_the_project(
     assert len(files) == 2
     for file in files:
         assert all(word in file.read_bytes() for word in (b"letters", b"tokens_per_second", b"val_loss"))
-
-    copy = shutil.copytree(run_dir, tmp_path / "copy")  # it begins a run of its own
-    argv = run_args(copy, text, trainer__max_steps=14, **options)
-    assert run_ranks(1, train_main, *argv, tmp_path=tmp_path) == [0]
-    assert (copy / "wandb_id").read_text() != run_id
-    assert (run_dir / "wandb_id").read_text() == run_id
 
 
 def test_without_an_api_key_the_run_is_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
