@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,25 +93,17 @@ def write_text(path: Path, size: int = 3000) -> Path:
 
 def prepare_text(text: Path | str, out: Path, tokenizer: str, *options: str) -> None:
     """Runs data/prepare.py in this process."""
-    status = program.run_program(load_prepare().run, [str(text), "--out", str(out), "--tokenizer", tokenizer, *options])
-    assert status == 0
+    from data import prepare  # not at the top: tests/test_docs.py copies this file to checkouts without that folder
 
-
-@cache
-def load_prepare() -> Any:
-    """Returns data/prepare.py, whose folder is no package."""
-    spec = spec_from_file_location("prepare", ROOT / "data" / "prepare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert program.run_program(prepare.run, [str(text), "--out", str(out), "--tokenizer", tokenizer, *options]) == 0
 
 
 def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
     """Returns a tokenizer that was trained on a text. Skips a test without tokenizers."""
+    from data import prepare
+
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    return load_prepare().train_tokenizer(iter([text]), size)
+    return prepare.train_tokenizer(iter([text]), size)
 
 
 def write_overfitting_text(path: Path) -> Path:
@@ -278,6 +270,17 @@ def run_main(argv: list[str]) -> int:
     return program.run_program(main.main, argv)
 
 
+def call_before(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """For `run_ranks`: calls a function before each call of a method, with the same arguments."""
+    method = getattr(owner, name)
+
+    def both(*args: Any, **options: Any) -> Any:
+        function(*args, **options)
+        return method(*args, **options)
+
+    setattr(owner, name, both)
+
+
 @contextmanager
 def open_process_group(**keys: Any) -> Iterator[DistributedContext]:
     """For `run_ranks`: the process group of main.py with these keys of the section `distributed`."""
@@ -356,6 +359,12 @@ def run_on(device: str, ranks: int, argvs: list[list[str]], folder: Path, timeou
     return outputs
 
 
+def train_run(run_dir: Path, text: Path | str, ranks: int = 1, **changes: Any) -> Path:
+    """Trains a small run to its end in new processes. Returns its folder."""
+    run_on("cpu", ranks, [run_args(run_dir, text, **changes)], run_dir.parent, timeout=600)
+    return run_dir
+
+
 def read_rows(run_dir: Path, event: str = "train") -> list[dict]:
     """Returns the rows of metrics.jsonl with this event."""
     return [row for row in iter_metrics(run_dir / "metrics.jsonl") if row["event"] == event]
@@ -432,11 +441,10 @@ def wait_until(
 
 def worker_pids(agent: int) -> list[int]:
     """Returns the process ids of torchrun's workers, in the order of local ranks."""
-    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     ranks = {}
-    for pid in map(int, children):
-        with suppress(OSError):  # it has ended
-            ranks[pid] = _local_rank(Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    for process in psutil.Process(agent).children():
+        with suppress(psutil.Error):  # it has ended
+            ranks[process.pid] = process.environ().get("LOCAL_RANK", "")
     return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
 
@@ -447,30 +455,6 @@ def ip(*args: str) -> None:
 def in_namespace(name: str) -> list[str]:
     """Returns the start of a command that runs in a network namespace, with a separate host name."""
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname host-{name}; exec "$@"', "-"]
-
-
-def find_processes(variable: str) -> dict[int, str]:
-    """Returns all processes with `NAME=VALUE` in their environment, also orphans, with their `LOCAL_RANK=...` or ""."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or belongs to another user
-            env = (folder / "environ").read_text(errors="replace").split("\0")
-            if variable in env:
-                found[int(folder.name)] = _local_rank(env)
-    return found
-
-
-def kill_processes(variable: str) -> None:
-    """Kills all processes that `find_processes` finds, and waits until they are gone."""
-    while pids := find_processes(variable):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _local_rank(env: list[str]) -> str:
-    return next((entry for entry in env if entry.startswith("LOCAL_RANK=")), "")
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
@@ -523,9 +507,11 @@ def train_curves(folder: Path, changes: list[dict[str, Any]], steps: int) -> lis
     return curves
 
 
-def assert_one_message(stderr: str) -> None:
+def assert_one_message(stderr: str, *parts: str) -> None:
+    """Asserts that the output is one message of an error, with these parts."""
     first, *more = stderr.splitlines()
     assert re.match(r"error: \S", first), stderr
     assert stderr.count("error: ") == 1, stderr
     assert "Traceback" not in stderr
     assert all(line.startswith("  ") for line in more), stderr  # a list of mistakes is indented
+    assert [part for part in parts if part not in stderr] == [], stderr

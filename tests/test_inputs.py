@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,11 +43,8 @@ YAML = [
 # Options, and parts of the message
 OPTIONS = [
     ("--config none.yaml", ["none.yaml", "No such file"]),
-    ("--config .", ["Is a directory"]),
-    ("stray --trainer.max_step 3", ["stray", "--help"]),
     ("--data.path a.txt text.txt", ["text.txt", "quote"]),
     ("--bias=3", ["bias", "nearest is model.bias"]),
-    ("--optimizer.seed 3", ["optimizer.seed", "nearest is trainer.seed"]),
     ("--trainer.max_steps", ["trainer.max_steps", "''"]),
     # Text and places
     ("--trainer.run_dir ''", ["trainer.run_dir", "''", "at least 1 character"]),
@@ -60,11 +57,11 @@ OPTIONS = [
     ("--model.n_embd 30 --model.n_head 4", ["model.n_embd is 30", "model.n_head, 4"]),
     ("--trainer.max_steps null", ["trainer.max_epochs", "trainer.max_steps", "null"]),
     ("--distributed.cpu_offload true --optimizer.name muon", ["must be fsdp", "optimizer.name is muon"]),
-    (f"{OFFLOAD} {FP16}", ["distributed.cpu_offload", "fp16", "fp32 or bf16"]),
+    (f"{OFFLOAD} {FP16}", ["precision is fp16", "fp32 or bf16 with distributed.cpu_offload"]),
     (f"{OFFLOAD} {STAGES}", ["cpu_offload", "pipeline_stages"]),
     (f"{TREE} --trainer.micro_batch_size null", ["micro_batch_size is null", "reduction tree"]),
     (f"{TREE} --trainer.threads 2", ["threads is 2", "auto or 1", "reduction tree"]),
-    (f"{TREE} {FP16}", ["reduction tree", "fp16", "fp32 or bf16"]),
+    (f"{TREE} {FP16}", ["precision is fp16", "fp32 or bf16 with distributed.reduction tree"]),
     (f"{TREE} --distributed.strategy zero1", ["distributed.strategy", "ddp", "reduction tree"]),
     (f"{TREE} {STAGES}", ["reduction is tree", "fast", "pipeline_stages"]),
     (f"{STAGES} --trainer.micro_batch_size null", ["micro_batch_size is null", "pipeline_stages"]),
@@ -75,7 +72,7 @@ OPTIONS = [
     ("--data.path folder", ["data.path", "folder/*.txt in quotes"]),
     ("--model.n_embd 4194304", ["out of memory: lower trainer.micro_batch_size"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
-    (f"{STAGES} {FP16}", ["pipeline_stages", "fp16", "fp32 or bf16"]),
+    (f"{STAGES} {FP16}", ["precision is fp16", "fp32 or bf16 with distributed.pipeline_stages"]),
     (FP16, ["precision is fp16", "cpu", "fp32", "bf16"]),
     (OFFLOAD, ["cpu_offload is true", "GPU"]),
     ("RANK=0 WORLD_SIZE=2 --distributed.init_method env://", ["MASTER_ADDR", "MASTER_PORT"]),
@@ -122,14 +119,14 @@ def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     Path("small.yaml").write_text("\n".join(f"{name}: {value}" for name, value in values.items()))
     names = {path.name for path in tmp_path.iterdir()} | {"case.yaml"}
 
-    def refuse(options: str = "", yaml: bytes = b"") -> str:
+    def refuse(options: str = "", yaml: bytes = b"", parts: Sequence[str] = ()) -> str:
         Path("case.yaml").write_bytes(yaml)
         argv = ["--config", "small.yaml", "--config", "case.yaml", *shlex.split(options)]
         while re.match(r"[A-Z_]+=", argv[4] if len(argv) > 4 else ""):
             monkeypatch.setenv(*argv.pop(4).split("="))
         assert run_main(argv) == 2
         _, err = capsys.readouterr()
-        assert_one_message(err)
+        assert_one_message(err, *parts)
         assert len(err) < 3000
         assert {path.name for path in tmp_path.iterdir()} - names <= {"run"}
         assert not list(tmp_path.glob("run/snapshots/step_*"))
@@ -140,14 +137,12 @@ def refusal(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_mistakes_in_a_yaml_are_named_with_the_file(refusal: Refusal) -> None:
     for yaml, parts in YAML:
-        message = refusal(yaml=yaml)
-        assert [part for part in ("case.yaml", *parts) if part not in message] == [], yaml
+        refusal(yaml=yaml, parts=["case.yaml", *parts])
 
 
 @pytest.mark.parametrize(("options", "parts"), OPTIONS)
 def test_bad_input_of_a_run_is_refused_in_one_message(options: str, parts: list[str], refusal: Refusal) -> None:
-    message = refusal(options)
-    assert [part for part in parts if part not in message] == []
+    refusal(options, parts=parts)
 
 
 @pytest.mark.parametrize(("name", "values", "allowed"), WRONG_VALUES)
@@ -221,22 +216,10 @@ MODES = [
 
 @pytest.mark.skipif(sys.platform != "linux", reason="root gives up its capabilities by a system call of Linux")
 def test_files_of_any_mode_work_or_are_named_in_one_message(tmp_path: Path) -> None:
-    [results] = run_ranks(1, _run_with_modes, tmp_path, tmp_path=tmp_path)
-    for place, mode, refused, working in MODES:
-        for command in (*working.split(), *refused.split()):
-            status, err = results[place, mode, command]
-            if "export.py needs transformers 5" in err and find_spec("transformers") is None:
-                continue
-            if command in working.split():
-                # transformers shows a progress bar on stderr.
-                assert (status, "error" in err) == (0, False), (place, mode, command, err)
-                continue
-            assert status == 2, (place, mode, command, err)
-            assert_one_message(err)
-            assert place in err, (place, mode, command, err)
+    run_ranks(1, _run_with_modes, tmp_path, tmp_path=tmp_path)
 
 
-def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]:
+def _run_with_modes(folder: Path) -> None:
     """Runs the commands without the capabilities of root, which ignore modes."""
     os.environ["OMP_NUM_THREADS"] = "1"  # sample.py does not measure idle cores
     os.chdir(folder)
@@ -246,16 +229,22 @@ def _run_with_modes(folder: Path) -> dict[tuple[str, int, str], tuple[int, str]]
     shutil.copytree("runs", "kept")
     no_capabilities = (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), no_capabilities) == 0
-    results = {}
     for place, mode, refused, working in MODES:
         for command in (*refused.split(), *working.split()):
+            if command == "export" and find_spec("transformers") is None:
+                continue
             before = os.stat(place).st_mode
             os.chmod(place, mode)
             program, *argv = COMMANDS[command]
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as stderr:
-                results[place, mode, command] = exit_status_of(PROGRAMS.get(program, main), argv), stderr.getvalue()
+                status, case = exit_status_of(PROGRAMS.get(program, main), argv), (place, mode, command)
             with suppress(FileNotFoundError):
                 os.chmod(place, before)
             shutil.rmtree("runs")
             shutil.copytree("kept", "runs")
-    return results
+            err = stderr.getvalue()
+            if command in refused.split():
+                assert status == 2, (case, err)
+                assert_one_message(err, place)
+            else:
+                assert (status, "error" in err) == (0, False), (case, err)  # transformers shows a progress bar

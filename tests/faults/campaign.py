@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mingpt.snapshot.folder import SnapshotFolder, expired_steps
-from tests.faults.runs import Run, assert_same_run, send, train_undisturbed
-from tests.helpers import prepare_text, run_args, write_text
+from tests.faults.runs import Run, assert_same_run, send
+from tests.helpers import prepare_text, run_args, train_run, write_text
 
 KILL, KILL_LAUNCHER, KILL_ALL, TERM, TERM_ALL, PAUSE, STOP = (
     "SIGKILL of a rank",
@@ -80,13 +80,11 @@ class Fault(NamedTuple):
     Args:
         step: the newest one before it
         in_save: whether a snapshot was being written
-        pids: the processes that were killed or stopped
     """
 
     kind: str
     step: int
     in_save: bool
-    pids: list[int]
 
 
 class FaultyRun(Run):
@@ -158,7 +156,7 @@ class FaultyRun(Run):
         for pid in pids:
             send(pid, signal.Signals[kind.split()[0]])
         self.update()
-        self.faults.append(Fault(kind, self.reached, in_save, pids))
+        self.faults.append(Fault(kind, self.reached, in_save))
         ends = kind in ENDING or (self.is_single and kind != PAUSE)
         if kind == STOP:
             self.wait(lambda: {*self.ranks()} <= {victim}, "exit of the other ranks")
@@ -188,7 +186,9 @@ def run_with_faults(seed: int, folder: Path, steps: int = STEPS, max_faults: int
     world_size = 1 if plan.mode == "tree" else plan.world_sizes[0]
     name = "-".join(map(str, [world_size, *plan.options.values()]))
     rare = {"trainer__save_every": 10**6, "trainer__save_overhead": None}
-    undisturbed = train_undisturbed(folder / name, text, world_size, **rare, **plan.options)
+    undisturbed = folder / name
+    if not undisturbed.exists():
+        train_run(undisturbed, text, world_size, **rare, **plan.options)
     with FaultyRun(plan, run_dir, tokens if seed % 2 else text, rng, max_faults) as run:
         try:
             run.run()

@@ -1,6 +1,7 @@
 """Runs for faults: main.py in separate processes, which tests find, signal and start again."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,19 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mingpt.monitoring.run_log import iter_metrics
-from tests.helpers import (
-    ROOT,
-    TORCHRUN,
-    assert_equal_snapshots,
-    clean_env,
-    find_processes,
-    kill_processes,
-    read_rows,
-    run_args,
-    run_captured,
-    run_ranks,
-)
+from tests.helpers import ROOT, TORCHRUN, assert_equal_snapshots, clean_env, loss_curve, read_rows
 
 TIMEOUT = 150  # seconds to start, to stop or to reach a step; each takes ten
 
@@ -32,10 +24,8 @@ class Run:
 
     Args:
         run_dir: its output goes to a file next to it
-        argv: the command line of the program
-        program: main.py, or a script that calls it
+        argv: the command line of main.py
         cwd: the working directory of all processes; by default, this process's
-        env: changes of the environment of all processes
 
     Attributes, which `update` sets:
         reached: the newest step
@@ -44,21 +34,12 @@ class Run:
         lost_seconds: duration of these steps
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        argv: Sequence[str],
-        program: Path = ROOT / "main.py",
-        cwd: Path | None = None,
-        **env: str | None,
-    ) -> None:
+    def __init__(self, run_dir: Path, argv: Sequence[str], cwd: Path | None = None) -> None:
         self.run_dir = run_dir
         self.cwd = cwd
         self.argv = argv
-        self.program = program
         self.log = run_dir.with_suffix(".log")
         self.mark = uuid.uuid4().hex
-        self.env = env | {"FAULTS_RUN": self.mark}
         self.processes: list[subprocess.Popen] = []
         self.reached, self.starts, self.started_at = 0, 0, 0.0
         self.step_times: dict[int, float] = {}
@@ -73,20 +54,25 @@ class Run:
 
     def start(self, *launcher: str, **env: str | None) -> None:
         """Starts `python LAUNCHER main.py ARGV`."""
-        command = [sys.executable, *launcher, str(self.program), *self.argv]
+        command = [sys.executable, *launcher, str(ROOT / "main.py"), *self.argv]
+        env["FAULTS_RUN"] = self.mark
         with self.log.open("a") as log:
             # In a separate session, since on Ctrl-C the caller ends its processes itself.
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=self.cwd, env=clean_env(**self.env | env), start_new_session=True
-            )
-        self.processes.append(process)
+            options: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": self.cwd, "start_new_session": True}
+            self.processes.append(subprocess.Popen(command, env=clean_env(**env), **options))
 
     def start_torchrun(self, world_size: int, *options: str, **env: str) -> None:
         self.start(*TORCHRUN, f"--nproc_per_node={world_size}", *options, **env)
 
     def pids(self) -> dict[int, str]:
-        """All processes of this run, orphans too: each with its `LOCAL_RANK=...` or an empty string."""
-        return find_processes(f"FAULTS_RUN={self.mark}")
+        """All processes of this run, orphans too: each with its LOCAL_RANK or an empty string."""
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended, or belongs to another user
+                env = process.environ()
+                if env.get("FAULTS_RUN") == self.mark:
+                    found[process.pid] = env.get("LOCAL_RANK", "")
+        return found
 
     def ranks(self) -> list[int]:
         """Process ids by rank: torchrun's workers, or else the processes that were started and still run."""
@@ -117,10 +103,6 @@ class Run:
                 self.reached = row["step"]
         return self.starts
 
-    def step(self) -> int:
-        """The newest step that was logged."""
-        return max((row["step"] for row in self.rows("train")), default=0)
-
     def output(self) -> str:
         """The end of the output."""
         return self.log.read_text(errors="replace")[-6000:]
@@ -141,7 +123,7 @@ class Run:
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
-        self.wait(lambda: self.step() >= step, f"step {step}")
+        self.wait(lambda: any(row["step"] >= step for row in self.rows("train")), f"step {step}")
 
     def wait_for_save(self) -> bool:
         """Waits for a snapshot that is being written, without a pause, since that takes only milliseconds."""
@@ -152,13 +134,16 @@ class Run:
                 return True
         return False
 
-    def finish(self, timeout: float = TIMEOUT) -> list[int]:
+    def finish(self) -> list[int]:
         """Waits until all processes have ended; returns their exit statuses."""
-        return [process.wait(timeout) for process in self.processes]
+        return [process.wait(TIMEOUT) for process in self.processes]
 
     def kill(self) -> None:
         """Kills all processes at once, like a loss of power."""
-        kill_processes(f"FAULTS_RUN={self.mark}")
+        while pids := self.pids():
+            for pid in pids:
+                send(pid, signal.SIGKILL)
+            time.sleep(0.01)
         for process in self.processes:
             process.wait()
 
@@ -167,15 +152,6 @@ def send(pid: int, number: int) -> None:
     """Sends a signal to a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def train_undisturbed(run_dir: Path, text: Path, world_size: int = 1, **options: Any) -> Path:
-    """Trains a run without faults to its end, unless it is there already; returns its folder."""
-    if not run_dir.exists():
-        argv = run_args(run_dir, text, **options)
-        results = run_ranks(world_size, run_captured, *argv, tmp_path=run_dir.parent, timeout=600)
-        assert {status for status, *_ in results} == {0}, results
-    return run_dir
 
 
 def assert_same_run(undisturbed: Path, run_dir: Path) -> None:
@@ -189,7 +165,6 @@ def assert_same_run(undisturbed: Path, run_dir: Path) -> None:
 
 
 def _curves(run_dir: Path) -> list[list[tuple[int, float]]]:
-    train, evaluations = (read_rows(run_dir, event) for event in ("train", "eval"))
-    last_step = train[-1]["step"]
-    losses = [(row["step"], row["loss"]) for row in train]
-    return [losses, [(row["step"], row["val_loss"]) for row in evaluations if row["step"] < last_step]]
+    losses = loss_curve(run_dir)
+    evaluations = [(row["step"], row["val_loss"]) for row in read_rows(run_dir, "eval")]
+    return [losses, [each for each in evaluations if each[0] < losses[-1][0]]]

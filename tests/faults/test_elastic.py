@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mingpt.snapshot.folder import SnapshotFolder
-from tests.faults.runs import Run, train_undisturbed
-from tests.helpers import assert_equal_snapshots, free_port, loss_curve, run_args, write_text
+from tests.faults.runs import Run
+from tests.helpers import assert_equal_snapshots, free_port, loss_curve, run_args, train_run, write_text
 
 STEPS, SAVE_EVERY = 1500, 50  # enough for a launcher to start while a single rank trains
 OPTIONS: dict[str, Any] = {
@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(text: Path) -> Path:
     """The run folder of one undisturbed process."""
     rare = {"trainer__save_every": STEPS, "trainer__save_overhead": None}
-    return train_undisturbed(text.with_name("whole"), text, **OPTIONS | rare)
+    return train_run(text.with_name("whole"), text, **OPTIONS | rare)
 
 
 def start_node(node: Run, position: str, port: int, is_host: bool) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import assert_same_run, train_undisturbed
-from tests.helpers import run_args, run_ranks, start_ranks, train_main
+from tests.faults.runs import assert_same_run
+from tests.helpers import call_before, run_args, run_ranks, start_ranks, train_main, train_run
+from trainer import Trainer
 
 STEPS = 7
 
@@ -21,7 +22,7 @@ def test_a_kill_after_every_step_changes_no_bit(
 ) -> None:
     """With dropout, accumulation, uneven shares and a snapshot every 3 steps, which may be unfinished at the kill."""
     options = {"trainer__max_steps": STEPS, "distributed__reduction": reduction}
-    whole = train_undisturbed(tmp_path / "whole", text, world_sizes[0], **options)
+    whole = train_run(tmp_path / "whole", text, world_sizes[0], **options)
     killed = run_args(tmp_path / "killed", text, **options)
     for step, world_size in zip(range(1, STEPS + 1), cycle(world_sizes), strict=False):
         processes, _ = start_ranks(world_size, _train_and_kill_after, step, *killed, tmp_path=tmp_path)
@@ -33,17 +34,10 @@ def test_a_kill_after_every_step_changes_no_bit(
 
 
 def _train_and_kill_after(last: int, *argv: str) -> None:
-    from trainer import Trainer
-
-    train_step = Trainer.train_step
-
-    def step_or_kill(trainer: Trainer) -> Any:
-        if trainer.progress.step == last:  # now, so that what follows the step before, such as a save, has begun
+    def kill(trainer: Trainer, *_: Any) -> None:
+        if trainer.progress.step == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = train_step(trainer)
-        if trainer.progress.step == last == STEPS:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
 
-    Trainer.train_step = step_or_kill  # type: ignore[method-assign]
+    # In the next step, if there is one, so that what follows this step, such as a save, has begun.
+    call_before(Trainer, "after_step" if last == STEPS else "train_step", kill)
     train_main(*argv)

@@ -15,7 +15,7 @@ import torch
 from mingpt.errors import UserError
 from mingpt.snapshot import manager
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from tests.faults.runs import Run, assert_same_run, train_undisturbed
+from tests.faults.runs import Run, assert_same_run
 from tests.helpers import (
     list_snapshots,
     loss_curve,
@@ -24,6 +24,7 @@ from tests.helpers import (
     run_captured,
     run_ranks,
     small_snapshot,
+    train_run,
     write_overfitting_text,
     write_text,
 )
@@ -66,7 +67,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder next to its text.txt."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return train_undisturbed(folder / "run", write_text(folder / "text.txt"), **OPTIONS)
+    return train_run(folder / "run", write_text(folder / "text.txt"), **OPTIONS)
 
 
 def saves(run: Run, failed: bool) -> list[dict[str, Any]]:

@@ -4,8 +4,9 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ import model
 import trainer
 from mingpt.distributed.process_group import ANSWER_SECONDS, ERROR_SECONDS
 from mingpt.snapshot.manager import SnapshotManager
-from tests.helpers import ROOT, free_port, main_process, run_args, start_ranks, write_text
+from tests.helpers import ROOT, call_before, free_port, main_process, run_args, start_ranks, write_text
 from trainer import Trainer
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -24,7 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 TIMEOUT = 2  # distributed.timeout_seconds
 STEPS = 12
 DONE_SECONDS = 60  # limit for the end of a rank
-# Place of the fault: a function that causes it when it is called.
+# Place of the fault: before a call of a function.
 PLACES: dict[str, tuple[Any, str]] = {
     "before a step": (Trainer, "train_step"),
     "in forward": (model, "attention"),
@@ -33,61 +34,40 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-class Plan(NamedTuple):
-    """A rank that hangs."""
-
-    place: str
-    strategy: str
-    world_size: int
-    rank: int
-    step: int  # number of finished steps
-
-
-def run_rank(plan: Plan, argv: list[str], folder: Path) -> None:
-    """For `start_ranks`: runs main.py with stderr in a file. The rank in the plan causes the fault."""
+def run_rank(place: str, hanging: int, step: int, argv: list[str], folder: Path) -> None:
+    """For `start_ranks`: runs main.py with stderr in a file. The rank `hanging` hangs after this number of steps."""
     rank = int(os.environ["RANK"])
-    if rank == plan.rank:
-        replace_function(plan, folder / "fault")
+    if rank == hanging:
+        trainers: list[Trainer] = []
+        call_before(Trainer, "train_step", trainers.append)
+        call_before(*PLACES[place], partial(hang, trainers, step, folder / "fault"))
     main_process(argv, os.devnull, folder / f"stderr-{rank}")
 
 
-def replace_function(plan: Plan, file: Path) -> None:
-    """Lets the function at the plan's place cause the fault once, and write the line of its caller to a file."""
-    trainers: list[Trainer] = []
-    train_step = Trainer.train_step
-
-    def keep_trainer(self: Trainer) -> Any:
-        trainers[:] = [self]
-        return train_step(self)
-
-    Trainer.train_step = keep_trainer  # type: ignore[method-assign]
-    owner, name = PLACES[plan.place]
-    function = getattr(owner, name)
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        if trainers and trainers[0].progress.step == plan.step and not file.exists():
-            caller = sys._getframe(1)
-            file.write_text(f"{Path(caller.f_code.co_filename).relative_to(ROOT)}:{caller.f_lineno}")
-            time.sleep(1000)
-        return function(*args, **kwargs)
-
-    setattr(owner, name, replaced)
+def hang(trainers: list[Trainer], step: int, file: Path, *_: Any, **options: Any) -> None:
+    """Hangs once, at this step, and writes the line of the caller to a file."""
+    if trainers and trainers[-1].progress.step == step and not file.exists():
+        caller = sys._getframe(2)  # the frame between them is that of `call_before`
+        file.write_text(f"{Path(caller.f_code.co_filename).relative_to(ROOT)}:{caller.f_lineno}")
+        time.sleep(1000)
 
 
 def slow(*plan: Any) -> Any:
-    return pytest.param(Plan(*plan), marks=pytest.mark.slow)
+    return pytest.param(*plan, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("place", "strategy", "world_size", "hanging", "step"),
     [
-        Plan("at the end", "tree", 2, 0, STEPS),
+        ("at the end", "tree", 2, 0, STEPS),
         slow("before a step", "ddp", 3, 2, 3),
         slow("in forward", "stages", 2, 0, 3),
         slow("in a save", "tree", 3, 1, 4),
     ],
 )
-def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp_path: Path) -> None:
+def test_a_rank_for_which_the_others_wait_is_named_with_its_line(
+    place: str, strategy: str, world_size: int, hanging: int, step: int, tmp_path: Path
+) -> None:
     argv = run_args(
         tmp_path / "run",
         write_text(tmp_path / "text.txt"),
@@ -95,10 +75,10 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp
         trainer__save_every=4,
         distributed__timeout_seconds=TIMEOUT,
         distributed__init_method=f"tcp://localhost:{free_port()}",
-        **STRATEGIES[plan.strategy],
+        **STRATEGIES[strategy],
     )
-    processes, _ = start_ranks(plan.world_size, run_rank, plan, argv, tmp_path, tmp_path=tmp_path)
-    others = [rank for rank in range(plan.world_size) if rank != plan.rank]
+    processes, _ = start_ranks(world_size, run_rank, place, hanging, step, argv, tmp_path, tmp_path=tmp_path)
+    others = [rank for rank in range(world_size) if rank != hanging]
     for rank in others:
         processes[rank].join(DONE_SECONDS)
     statuses = [processes[rank].exitcode for rank in others]
@@ -111,8 +91,8 @@ def test_a_rank_for_which_the_others_wait_is_named_with_its_line(plan: Plan, tmp
 
     fault = tmp_path / "fault"
     for file, stderr in zip(files, stderrs, strict=True):
-        message = f"error: rank {plan.rank}: dead, stopped, cut off or hanging"
-        assert message in stderr or (plan.rank == 0 and "error: rank 0 has ended, or does not answer" in stderr), stderr
+        message = f"error: rank {hanging}: dead, stopped, cut off or hanging"
+        assert message in stderr or (hanging == 0 and "error: rank 0 has ended, or does not answer" in stderr), stderr
         assert file.stat().st_mtime - fault.stat().st_mtime < TIMEOUT + 2 * ERROR_SECONDS + ANSWER_SECONDS + 1
     name, line = fault.read_text().split(":")
-    assert f'{name}", line {line} in ' in (tmp_path / f"stderr-{plan.rank}").read_text()  # of its stack
+    assert f'{name}", line {line} in ' in (tmp_path / f"stderr-{hanging}").read_text()  # of its stack

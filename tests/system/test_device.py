@@ -9,22 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mingpt.config.conflicts import find_conflicts, fp16_obstacle
-from mingpt.config.parser import read_config
-from mingpt.system.device import (
-    choose_device,
-    choose_precision,
-    gpu_metrics,
-    has_bf16,
-    tune_malloc,
-    use_cuda,
-)
+from mingpt.system.device import choose_device, choose_precision, gpu_metrics, has_bf16, tune_malloc, use_cuda
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import cpu_capabilities
 from tests.helpers import run_ranks
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 INTEL = "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"
+AMX, T4 = {"amx_tile": True}, {"gpus": 1, "capability": (7, 5)}
 SetHardware = Callable[..., None]
 
 
@@ -37,7 +29,6 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         bf16: bool = False,
         capability: tuple[int, int] = (6, 1),
         mps: bool = False,
-        cores: int = 8,
         **cpu_flags: bool | str,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -48,7 +39,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
         monkeypatch.setattr("mingpt.system.device.cpu_capabilities", lambda: cpu_flags)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     set_flags()
@@ -80,68 +71,39 @@ def test_the_flags_that_the_rules_read_exist_in_this_pytorch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "flags", "expected", "reason"),
+    ("device", "flags", "saved", "expected", "reason"),
     [
-        (CPU, {}, "fp32", "this CPU has neither AVX512-BF16 nor AMX"),
-        (CPU, {"avx512_bf16": True, "cpu_name": "AMD Zen 5"}, "bf16", "this CPU has AVX512-BF16"),
-        (CPU, {"avx512_bf16": True, "cpu_name": "Intel Xeon"}, "fp32", INTEL),
-        (CPU, {"amx_tile": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "bf16", "this CPU has AMX"),
-        (CPU, {"gpus": 1, "bf16": True}, "fp32", "this CPU has neither AVX512-BF16 nor AMX"),
-        (GPU, {"gpus": 1, "bf16": True}, "bf16", "this GPU has bf16 hardware"),
-        (GPU, {"gpus": 1, "amx_tile": True}, "fp32", "this GPU has no bf16 hardware"),
-        (MPS, {"mps": True, "amx_tile": True}, "fp32", "mps trains in fp32"),
+        (CPU, {}, None, "fp32", "this CPU has neither AVX512-BF16 nor AMX"),
+        (CPU, {"avx512_bf16": True, "cpu_name": "AMD Zen 5"}, None, "bf16", "this CPU has AVX512-BF16"),
+        (CPU, {"avx512_bf16": True, "cpu_name": "Intel Xeon"}, None, "fp32", INTEL),
+        (CPU, AMX, None, "bf16", "this CPU has AMX"),
+        (GPU, {"gpus": 1, "bf16": True}, None, "bf16", "this GPU has bf16 hardware"),
+        (GPU, {"gpus": 1, "amx_tile": True}, None, "fp32", "this GPU has no bf16 hardware"),
+        (GPU, T4, None, "fp16", "this GPU has no bf16 hardware, but for fp16"),
+        (MPS, {"mps": True, "amx_tile": True}, None, "fp32", "mps trains in fp32"),
+        (CPU, AMX, "fp32", "fp32", "kept from the snapshot"),
+        (CPU, AMX, "bf16", "bf16", "kept from the snapshot"),
+        (GPU, T4, "fp16", "fp16", "kept from the snapshot"),
+        (CPU, AMX, "fp16", "bf16", "this CPU has AMX; the snapshot was made in fp16, so the last bits will differ"),
     ],
 )
-def test_auto_selects_bf16_where_hardware_multiplies_it(
-    device: torch.device, flags: dict, expected: str, reason: str, set_hardware: SetHardware
+def test_auto_selects_the_precision_that_hardware_multiplies_or_keeps_the_snapshots(
+    device: torch.device, flags: dict, saved: str | None, expected: str, reason: str, set_hardware: SetHardware
 ) -> None:
     set_hardware(**flags)
-    assert choose_precision("auto", device, None) == (expected, f"auto: {reason}")
-    emulated = "" if expected == "bf16" else f", but slow, because {reason}"
-    for saved in (None, "fp32"):
-        assert choose_precision("bf16", device, saved) == ("bf16", f"as configured{emulated}")
+    assert choose_precision("auto", device, saved) == (expected, f"auto: {reason}")
 
 
-def test_auto_keeps_the_precision_of_the_snapshot_if_the_hardware_has_it(set_hardware: SetHardware) -> None:
-    amx, bf16 = {"amx_tile": True}, {"bf16": True}
-    for device, flags, saved in [(CPU, amx, "fp32"), (CPU, amx, "bf16"), (GPU, {}, "fp16"), (GPU, bf16, "fp32")]:
-        set_hardware(**flags)
-        assert choose_precision("auto", device, saved) == (saved, "auto: kept from the snapshot")
-    for device, flags, saved, expected in [(CPU, {}, "bf16", "fp32"), (CPU, amx, "fp16", "bf16")]:
-        set_hardware(**flags)
-        precision, reason = choose_precision("auto", device, saved)
-        assert precision == expected
-        assert reason.endswith(f"; the snapshot was made in {saved}, so the last bits will differ")
-
-
-def test_auto_selects_fp16_on_gpus_with_tensor_cores_that_do_not_multiply_bf16(set_hardware: SetHardware) -> None:
-    """The V100 and the T4, whose fp32 has an eighth of the speed of their fp16."""
-    no_bf16 = "auto: this GPU has no bf16 hardware"
-    for capability in ((7, 0), (7, 5)):
-        set_hardware(gpus=1, capability=capability)
-        assert choose_precision("auto", GPU, None) == ("fp16", f"{no_bf16}, but for fp16")
-        for saved in (None, "fp16"):
-            precision, reason = choose_precision("auto", GPU, saved, "distributed.reduction tree")
-            assert precision == "fp32"
-            assert reason.startswith(f"{no_bf16}, and distributed.reduction tree excludes fp16")
-        assert choose_precision("auto", GPU, "fp32") == ("fp32", "auto: kept from the snapshot")
-        assert choose_precision("auto", CPU, None)[0] == "fp32"
-    set_hardware(gpus=1, capability=(9, 0), bf16=True)
-    assert choose_precision("auto", GPU, None)[0] == "bf16"
-
-
-def test_the_keys_that_exclude_fp16_have_another_precision() -> None:
-    fsdp = ["--distributed.strategy", "fsdp", "--optimizer.name", "adamw"]
-    tree = ["--trainer.micro_batch_size", "1"]
-    for argv, obstacle in (
-        ([], None),
-        ([*fsdp, "--distributed.cpu_offload", "true"], "distributed.cpu_offload"),
-        ([*tree, "--distributed.reduction", "tree"], "distributed.reduction tree"),
-    ):
-        config = read_config(argv)
-        assert fp16_obstacle(config) == obstacle
-        assert list(find_conflicts(config, "fp32")) == []
-        assert len(list(find_conflicts(config, "fp16"))) == (obstacle is not None)
+def test_another_key_excludes_fp16_and_emulation_is_named(set_hardware: SetHardware) -> None:
+    set_hardware(**T4)
+    for saved in (None, "fp16"):
+        precision, reason = choose_precision("auto", GPU, saved, "distributed.reduction tree")
+        assert precision == "fp32"
+        assert "hardware, and distributed.reduction tree excludes fp16" in reason
+    slow = "as configured, but slow, because this GPU has no bf16 hardware"
+    assert choose_precision("bf16", GPU, "fp32") == ("bf16", slow)
+    set_hardware(**AMX)
+    assert choose_precision("bf16", CPU, "fp32") == ("bf16", "as configured")
 
 
 def test_threads(set_hardware: SetHardware, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +153,3 @@ def page_faults_before_and_after_tuning() -> list[int]:
             del tensors
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults
-
-
-SERVICE = {
-    "user.slice/cpu.max": "150000 100000\n",
-    "user.slice/run-1.scope/cpu.max": "max 100000\n",
-}
-STEP = {"slurm/job_7/cpu.max": "200000 100000\n", "slurm/job_7/step_0/cpu.max": "max 100000\n"}
