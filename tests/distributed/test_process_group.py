@@ -7,7 +7,6 @@ from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous
 from mingpt.errors import UserError
-from tests.helpers import free_port, open_process_group, run_args, run_captured, run_main, run_ranks
+from tests.helpers import assert_one_message, free_port, open_process_group, run_args, run_captured, run_main, run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
@@ -72,32 +71,22 @@ def _fail_on_rank1(context: DistributedContext) -> None:
             raise UserError("disk full")
 
 
-def _simulate_gpus(patch: pytest.MonkeyPatch, uuids: str) -> None:
-    patch.setattr(torch.cuda, "is_available", lambda: True)
-    patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
-    patch.setattr(torch.cuda, "set_device", lambda device: None)
-
-
 def test_a_rank_without_gpu_among_others_is_named_by_one_message(text: Path, tmp_path: Path) -> None:
-    argv = run_args(tmp_path / "run", text)
-    message = (
-        "error: the kind of device differs between ranks: cpu on rank 0, cuda on rank 1; PyTorch sees no GPU on the "
-        "ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere with "
-        "--distributed.backend gloo\n"
-    )
-    assert run_ranks(3, _run_with_gpu, argv, tmp_path=tmp_path) == [(2, "", message), (2, "", ""), (2, "", "")]
+    (status, _, err), *others = run_ranks(3, _run_with_gpu, run_args(tmp_path / "run", text), tmp_path=tmp_path)
+    assert (status, others) == (2, [(2, "", ""), (2, "", "")])
+    assert_one_message(err, "the kind of device differs between ranks: cpu on rank 0, cuda on rank 1", "nvidia-smi")
 
 
 def _run_with_gpu(argv: list[str]) -> tuple[int, str, str]:
     """Only rank 1 has a GPU."""
-    init = dist.init_process_group
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ["RANK"] == "1":
-            _simulate_gpus(patch, "a")
-            # NCCL connects ranks in their first collective on a GPU.
-            patch.setattr(dist, "init_process_group", lambda _, **options: init("gloo", **options))
-        return run_captured(*argv)
+    if os.environ["RANK"] == "1":
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: 1
+        torch.cuda.set_device = lambda device: None
+        # NCCL connects ranks in their first collective on a GPU.
+        init = dist.init_process_group
+        dist.init_process_group = lambda backend, **options: init("gloo", **options)
+    return run_captured(*argv)
 
 
 def set_variables(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:

@@ -3,12 +3,12 @@
 import os
 import signal
 from pathlib import Path
-from unittest import mock
 
 from mingpt.parallel.evaluation import SAMPLE_LENGTH, generate_sample
 from tests.helpers import (
     NO_DROPOUT,
     assert_equal_snapshots,
+    call_before,
     loss_curve,
     newest_snapshot,
     open_trainer,
@@ -93,13 +93,11 @@ def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_step(text: Path,
 
 def _signal_evaluation(*argv: str) -> int:
     """For `run_ranks`: rank 0 gets a SIGTERM when its first evaluation begins. Returns the exit status."""
-    evaluate = Trainer.evaluate
 
-    def evaluate_after_signal(trainer: Trainer) -> None:
+    def send_signal(trainer: Trainer) -> None:
         if trainer.context.rank == 0 and not trainer.signals.signal:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: trainer.signals.signal != 0, "the signal")
-        evaluate(trainer)
 
-    with mock.patch.object(Trainer, "evaluate", evaluate_after_signal):
-        return run_captured(*argv)[0]
+    call_before(Trainer, "evaluate", send_signal)
+    return run_captured(*argv)[0]

@@ -10,6 +10,7 @@ from mingpt.parallel.evaluation import generate_sample
 from mingpt.parallel.pipeline import WTE
 from tests.helpers import (
     NO_DROPOUT,
+    call_before,
     max_relative_error,
     open_trainer,
     run_args,
@@ -198,18 +199,14 @@ def test_a_stage_that_runs_out_of_memory_is_one_message(when: str, text: Path, t
 
 
 def _run_out_of_memory(when: str, argv: list[str]) -> tuple[int, str, str]:
-    train_step = Trainer.train_step
-
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    def failing_step(trainer: Trainer) -> Any:
-        block = trainer.strategy.full_model.stage_model.blocks[2 * trainer.context.rank]
-        if trainer.context.rank == 1 and when == "forward":
-            block.register_forward_hook(fail)
-        elif trainer.context.rank == 1:
-            block.register_full_backward_hook(fail)
-        return train_step(trainer)
+    def fail_in_block(trainer: Trainer) -> None:
+        if trainer.context.rank == 1:
+            block = trainer.strategy.full_model.stage_model.blocks[2]
+            register = block.register_forward_hook if when == "forward" else block.register_full_backward_hook
+            register(fail)
 
-    Trainer.train_step = failing_step  # type: ignore[method-assign]
+    call_before(Trainer, "train_step", fail_in_block)
     return run_captured(*argv)

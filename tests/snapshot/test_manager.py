@@ -5,7 +5,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.faults.runs import assert_same_run
 from tests.helpers import (
     OVERFITTING,
     assert_equal_snapshots,
+    call_before,
     list_snapshots,
     loss_curve,
     newest_snapshot,
@@ -45,17 +45,6 @@ def files(path: Path | str) -> list[str]:
 
 def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}.pt" for step in steps]
-
-
-def call_before(owner: type, name: str, function: Callable[..., Any]) -> None:
-    """For `run_ranks`: calls a function before each call of a method, with the same arguments."""
-    method = getattr(owner, name)
-
-    def both(*args: Any) -> Any:
-        function(*args)
-        return method(*args)
-
-    setattr(owner, name, both)
 
 
 def wait_for_threads(most: int = 0) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers import (
     OVERFITTING,
+    call_before,
     run_args,
     run_captured,
     run_each_captured,
@@ -76,17 +77,14 @@ def test_a_run_that_is_stopped_while_the_store_is_down_is_saved(text: Path, tmp_
 
 
 def _stop_without_store(argv: list[str]) -> tuple[int, str, str]:
-    step = Trainer.train_step
-
-    def stop(trainer: Trainer) -> Any:
+    def stop(trainer: Trainer) -> None:
         if trainer.progress.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(lambda: trainer.signals.signal != 0, "the signal")
-        return step(trainer)
 
     def fail(*args: Any) -> None:
         raise OSError("the store is away")
 
-    Trainer.train_step = stop  # type: ignore[method-assign]
+    call_before(Trainer, "train_step", stop)
     type(fsspec.filesystem("memory")).put_file = fail
     return run_captured(*argv)

@@ -22,10 +22,10 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.errors import UserError
 from mingpt.system import run_lock as lock
 from mingpt.system.run_lock import LOCK_NAME, RunLock
-from mingpt.text.corpus import Corpus
 from tests.helpers import (
     ROOT,
     TORCHRUN,
+    call_before,
     clean_env,
     read_rows,
     run_args,
@@ -115,13 +115,8 @@ def test_a_second_start_is_refused_while_the_first_reads_its_text(text: Path, tm
 
 def _start_again_while_reading(argv: list[str]) -> tuple[int, int]:
     lock.LOCK_TIMEOUT = 0.1
-    read_corpus, statuses = start.read_corpus, []
-
-    def start_another(*args: Any, **options: Any) -> Corpus:
-        statuses.append(run_captured(*argv)[0])
-        return read_corpus(*args, **options)
-
-    start.read_corpus = start_another
+    statuses: list[int] = []
+    call_before(start, "read_corpus", lambda *_: statuses.append(run_captured(*argv)[0]))
     return train_main(*argv), statuses[0]
 
 
@@ -181,24 +176,20 @@ def test_a_run_whose_folder_vanishes_ends_with_one_message(how: str, text: Path,
 
 
 def _lose_while_training(argv: list[str], run_dir: Path, how: str) -> tuple[int, str, str]:
-    train_step, save = Trainer.train_step, torch.save
-
-    def delete_in_step(trainer: Trainer) -> Any:
+    def delete(trainer: Trainer) -> None:
         if trainer.progress.step == 4 and trainer.context.rank == 0:
             trainer.snapshots.newest_write.result()
             shutil.rmtree(run_dir)
-        return train_step(trainer)
 
-    def replace_in_save(content: dict[str, Any], file: Any) -> None:
+    def replace(content: dict[str, Any], file: Any) -> None:
         if content["step"] == 12:
             run_dir.rename(run_dir.with_name("old"))
             shutil.copytree(run_dir.with_name("other"), run_dir)
-        save(content, file)
 
     if how == "deleted":
-        Trainer.train_step = delete_in_step  # type: ignore[method-assign]
+        call_before(Trainer, "train_step", delete)
     else:
-        torch.save = replace_in_save
+        call_before(torch, "save", replace)
     return run_captured(*argv)
 
 
