@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data import prepare
 from mingpt.program import run_program as exit_status_of
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
-from tests.helpers import ROOT, assert_one_message, byte_pair_tokenizer, clean_env, load_prepare, prepare_text
+from tests.helpers import ROOT, assert_one_message, byte_pair_tokenizer, clean_env, prepare_text
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzé—🙂"
 NAMES = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
@@ -95,7 +96,7 @@ def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> N
         expected += documents
     argv = [*(str(tmp_path / name) for name in names), "--out", str(tmp_path / "out")]
     argv += ["--tokenizer", str(tmp_path / "tokenizer.json"), "--train_split", "0.5"]
-    assert exit_status_of(load_prepare().run, argv) == 0
+    assert exit_status_of(prepare.run, argv) == 0
     _, tokens, _ = read_folder(tmp_path / "out")
     found = tokenizer.decode([*tokens["train"], *tokens["val"]])
     assert found == "".join(f"{document}<|endoftext|>" for document in expected)
@@ -177,7 +178,7 @@ def test_bad_input_is_one_message_and_writes_nothing(
     Path("full/train.bin").touch()
     before = sorted(os.listdir())
     argv = [text, "--out", "out", "--tokenizer", tokenizer, *options]
-    assert exit_status_of(load_prepare().run, argv) == 2
+    assert exit_status_of(prepare.run, argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert_one_message(err)
@@ -195,14 +196,13 @@ def test_what_to_install_is_named(
         monkeypatch.setitem(sys.modules, module, None)
     for name, package in (("text.txt", "tokenizers"), ("rows.parquet", "pyarrow")):
         argv = [str(tmp_path / name), "--out", str(tmp_path / "out"), "--tokenizer", "300"]
-        assert exit_status_of(load_prepare().run, argv) == 2
+        assert exit_status_of(prepare.run, argv) == 2
         assert f"run `pip install {package}" in capsys.readouterr().err
 
 
 def test_a_large_vocabulary_has_tokens_of_32_bits(tmp_path: Path) -> None:
     tokenizer = byte_pair_tokenizer("words", 257)
     assert isinstance(tokenizer, JSONTokenizer)
-    prepare = load_prepare()
     for vocab_size, dtype in ((1 << 16, "uint16"), (1 + (1 << 16), "uint32")):
         tokenizer.vocab_size = vocab_size
         assert prepare.write_tokens(iter([("train", "words")]), tokenizer, tmp_path)["dtype"] == dtype
