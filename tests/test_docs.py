@@ -432,7 +432,7 @@ def test_the_tour_works_as_pasted(checkout: Path) -> None:
     sections = re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", tour, re.MULTILINE | re.DOTALL)
     found = {name: "".join(each for each in blocks(text) if "by_hand/" not in each) for name, text in sections}
     texts = {name: text for name, text in found.items() if text}
-    [option] = re.findall(r"With `(--trainer\.\S+ \d)`, the\s+command of \[DDP\]\(#ddp\) also prints 6\.", tour)
+    [option] = re.findall(r"With `(--trainer\.\S+ \d)`, the\s+command of \[DDP\]\(#ddp\) also prints 12\.", tour)
     texts["Gradient accumulation"] = (
         texts["DDP"].replace("tour/reduce\n", f"tour/reduce {option}\n").replace("tour/reduce", "tour/accumulation")
     )
