@@ -8,8 +8,7 @@ import math
 import platform
 import signal
 import time
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,43 +16,24 @@ from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt import summary
-from mingpt.config.schema import Config, GPTConfig, config_to_dict
+from mingpt.config.schema import MAX_STEPS, Config, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
-from mingpt.distributed.context import DistributedContext, StepFlags
+from mingpt.distributed.context import DistributedContext
 from mingpt.monitoring.logging import logger
 from mingpt.monitoring.profiler import profiler
-from mingpt.monitoring.run_log import RunLog, StepTimer, duration
+from mingpt.monitoring.run_log import RunLog, StepTimer
 from mingpt.optim.finite_guard import check_finite
 from mingpt.optim.optimizer import learning_rate
 from mingpt.parallel.build import build_strategy
 from mingpt.parallel.evaluation import choose_prompt, evaluate, generate_sample
 from mingpt.parallel.numerics import set_numerics
 from mingpt.parallel.strategy import UPDATING
-from mingpt.snapshot.format import FORMAT_VERSION, Best
+from mingpt.snapshot.format import FORMAT_VERSION, Best, Progress
 from mingpt.snapshot.manager import SnapshotManager
 from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weights, load_corpus, prepare_run
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.run_lock import RunLock
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
-
-
-@dataclass
-class Progress:
-    """The progress of a run. With the state of model and optimizer, it is everything that a run needs to continue.
-
-    Snapshots contain all fields. A field that a snapshot lacks gets its default.
-
-    Attributes:
-        step: finished optimizer steps
-        samples: number of sequences in these steps
-        val_loss: validation loss of this step, in nats per token; None: not evaluated, or not yet
-        best: the evaluation with the lowest validation loss
-    """
-
-    step: int = 0
-    samples: int = 0
-    val_loss: float | None = None
-    best: Best = field(default_factory=Best)
 
 
 class StepResult(NamedTuple):
@@ -63,7 +43,8 @@ class StepResult(NamedTuple):
     losses: list[Tensor]  # this rank's terms of the mean loss
     grad_norm: Tensor  # before clipping
     learning_rate: float
-    flags: StepFlags
+    stop_signal: int  # stops all ranks after this step; 0: none
+    is_save_due: bool
 
 
 class Trainer:
@@ -75,7 +56,8 @@ class Trainer:
         config: the configuration, with the model's shape from trainer.init_from
         model: the GPT; all ranks must call it together, since sharded strategies gather its parameters
         progress: step and samples so far, validation losses, best snapshot
-        last_step: the step at which max_steps or max_epochs is reached
+        max_samples: number of sequences in max_epochs
+        last_step: the step at which max_steps or max_epochs is reached, whichever comes first
         resumed: header of the snapshot that this process resumed from; None in a new run
         resumed_from: path of that snapshot
         stop_signal: the signal that stops the run, on all ranks after the same step; 0: none yet
@@ -89,23 +71,23 @@ class Trainer:
         self.context = context
         self.run_dir = Path(config.trainer.run_dir)
         self.log = RunLog()
-        with ExitStack() as resources:  # closed after an error, since a notebook continues and may keep this object
-            with shared_errors(context):
-                self.lock = RunLock(self.run_dir) if context.rank == 0 else None
-            if self.lock is not None:
-                resources.callback(self.lock.close)
-            self.signals = SignalHandler()
-            self.snapshots = resources.enter_context(closing(SnapshotManager(config, context, self.lock)))
-            resources.callback(self.log.close)
-            self._build(config, context)
-            self.resources = resources.pop_all()
+        self.signals = SignalHandler()
+        with shared_errors(context):
+            self.lock = RunLock(self.run_dir) if context.rank == 0 else None
+        self.snapshots = SnapshotManager(config, context, self.lock)
+        try:
+            self._build(config)
+        except BaseException:
+            self.close()  # a notebook continues, and may keep this object
+            raise
 
-    def _build(self, given: Config, context: DistributedContext) -> None:
-        """Builds the rest after the folder is locked. `given` may leave the model's shape to trainer.init_from."""
+    def _build(self, config: Config) -> None:
+        """Builds the rest after the folder is locked."""
+        context = self.context
         newest = self.snapshots.load_newest()
         self.resumed = newest.header if newest is not None else None
         self.resumed_from = newest.path if newest is not None else ""
-        config, known_tokenizer = adopt_snapshot(given, context, self.resumed)
+        config, known_tokenizer = adopt_snapshot(config, context, self.resumed)
         self.config = config
 
         self.corpus = load_corpus(config, context, known_tokenizer, is_new=newest is None)
@@ -115,39 +97,26 @@ class Trainer:
         self.sample_prompt = choose_prompt(config.trainer.sample_prompt, self.corpus.validation, tokenizer)
 
         self.numerics = set_numerics(config, context, self.resumed)
-        self.model_config = GPTConfig(
-            **asdict(config.model), vocab_size=tokenizer.vocab_size, block_size=config.data.block_size
-        )
-        model = build_model(self.model_config, config.trainer.seed)
+        model = build_model(config, tokenizer.vocab_size)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_token = model.flops_per_token()
+        # All ranks begin with the weights of rank 0: the same seed may give others on another kind of processor.
         weights = initial_weights(config, context, model, self.corpus) if newest is None else {}
         self.strategy = build_strategy(config, model, context, self.numerics.precision)
         self.model = self.strategy.full_model
         if newest is None:
+            self.progress = Progress()
             self.strategy.load_full_state(weights, {}, source=0)
         else:
+            self.progress = Progress.from_header(newest.header)
             self.snapshots.restore(newest, self.strategy)
-
-        self.progress = Progress()
-        if newest is not None:
-            values = {each.name: newest.header[each.name] for each in fields(Progress) if each.name in newest.header}
-            self.progress = Progress(**values | {"best": Best(**newest.header["best"])})
         self.first_step = self.progress.step
-        self.last_step = self.find_last_step()
+        cfg = config.trainer
+        self.max_samples = cfg.max_epochs * len(self.train_data) if cfg.max_epochs else MAX_STEPS * cfg.batch_size
+        steps_left = math.ceil(max(0, self.max_samples - self.progress.samples) / cfg.batch_size)
+        self.last_step = min(cfg.max_steps or MAX_STEPS, self.progress.step + steps_left)
         self.timer = StepTimer(self.progress.samples)
         self.stop_signal = 0
-
-    def find_last_step(self) -> int:
-        """Returns the step at which max_steps or max_epochs is reached, whichever comes first."""
-        cfg = self.config.trainer
-        ends = []
-        if cfg.max_steps is not None:
-            ends.append(cfg.max_steps)
-        if cfg.max_epochs is not None:
-            samples_left = cfg.max_epochs * len(self.train_data) - self.progress.samples
-            ends.append(self.progress.step + max(0, math.ceil(samples_left / cfg.batch_size)))
-        return min(ends)
 
     def train(self) -> int:
         """Trains to the last step, or until a signal ends the run. Returns the exit status.
@@ -160,11 +129,9 @@ class Trainer:
             try:
                 if not self.is_done():
                     self.start_log()
-                    self.signals.exits_at_once = True  # until there is a step to save
                 while not self.is_done():
                     result = self.train_step()
-                    self.signals.exits_at_once = False
-                    self.stop_signal = result.flags.signal
+                    self.stop_signal = result.stop_signal
                     self.after_step(result)
                     if profile is not None:
                         profile.step()
@@ -174,23 +141,14 @@ class Trainer:
 
     def start_log(self) -> None:
         """Logs a summary of the run, and opens the log. All ranks must call it."""
-        cfg = self.config.trainer
         context = self.context
-        device = f"{platform.node()} {context.device} ({device_kind(context.device)})"
-        devices = all_gather_object(context, device)  # on all ranks
-        length = len(self.corpus.training) + len(self.corpus.validation)
-        samples = self.progress.samples + (self.last_step - self.progress.step) * cfg.batch_size
-        rows = {
-            "backend": context.backend,
-            **self.numerics.reasons,
-            **self.strategy.description,
-            "model": f"{self.num_parameters:,} parameters",
-            "text": f"{self.config.data.path}: {length:,} tokens, {self.corpus.tokenizer.vocab_size:,} distinct; "
-            f"{len(self.train_data):,} training windows, {len(self.val_data):,} for validation",
-            "batch": f"{cfg.batch_size} sequences x {self.config.data.block_size} tokens, over all ranks",
-            "length": f"{self.last_step:,} steps = {samples / len(self.train_data):.2f} epochs",
-            "run": f"{cfg.run_dir}: kill it at any time; the same command resumes it",
-        }
+        devices = all_gather_object(context, f"{platform.node()} {context.device} ({device_kind(context.device)})")
+        rows = {"backend": context.backend, **self.numerics.reasons, **self.strategy.description}
+        rows["model"] = f"{self.num_parameters:,} parameters"
+        rows |= summary.data_rows(self.config, self.corpus, len(self.train_data), len(self.val_data))
+        samples = self.progress.samples + (self.last_step - self.progress.step) * self.config.trainer.batch_size
+        rows["length"] = f"{self.last_step:,} steps = {samples / len(self.train_data):.2f} epochs"
+        rows["run"] = f"{self.run_dir}: kill it at any time; the same command resumes it"
         logger.info(summary.start(devices, rows))
         changed = []
         if self.resumed is not None:
@@ -199,14 +157,8 @@ class Trainer:
         with shared_errors(context):
             if context.rank == 0:
                 self.log.open(self.config, self.progress.step, self.last_step)
-                self.log.write(
-                    "start",
-                    self.progress.step,
-                    samples=self.progress.samples,
-                    block_size=self.train_data.block_size,
-                    changed=changed,
-                    **self.numerics.choices,
-                )
+                values = {"samples": self.progress.samples, "block_size": self.train_data.block_size}
+                self.log.write("start", self.progress.step, **values, changed=changed, **self.numerics.choices)
         self.timer = StepTimer(self.progress.samples)  # excludes the time of the start
 
     # The loop
@@ -226,11 +178,8 @@ class Trainer:
 
         Pipeline stages take at most trainer.batch_size of them.
         """
-        cfg = self.config.trainer
-        end = self.progress.samples + cfg.batch_size
-        if cfg.max_epochs is not None:
-            end = min(end, cfg.max_epochs * len(self.train_data))
-        return range(self.progress.samples, end)
+        first = self.progress.samples
+        return range(first, min(first + self.config.trainer.batch_size, self.max_samples))
 
     def train_step(self) -> StepResult:
         """Makes one optimizer step: forward and backward of all micro-batches, clipping, and the update."""
@@ -238,21 +187,22 @@ class Trainer:
         step = self.progress.step + 1
         batch = self.next_batch()
         micro_batches = strategy.read(batch, self.train_data)
-        # While they compute, ranks agree on signals and saves, and count the targets of the whole batch.
-        num_targets = strategy.count_targets(micro_batches)
-        flags = self.context.begin_step(self.signals.signal, self.snapshots.is_save_due(), num_targets)
+        # Ranks exchange these numbers while they compute.
+        flags = self.context.begin_step(self.signals.signal, self.snapshots.is_save_due())
+        total_targets = self.context.begin_sum(strategy.count_targets(micro_batches))
 
         strategy.broadcast_buffers()
         strategy.zero_grad()
-        losses = strategy.forward_backward(micro_batches, flags)  # the last backward pass exchanges gradients
-        strategy.seed(step, UPDATING)  # from here on, all ranks draw the same random numbers
+        losses = strategy.forward_backward(micro_batches, total_targets)  # the last backward pass exchanges gradients
+        strategy.seed(step, UPDATING)  # an optimizer that draws random numbers draws the same ones on all ranks
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         grad_norm = strategy.update(lr)
 
         self.progress.step = step
         self.progress.samples = batch.stop
         self.progress.val_loss = None
-        return StepResult(batch, losses, grad_norm, lr, flags.wait())
+        stop_signal, is_save_due = flags.wait()
+        return StepResult(batch, losses, grad_norm, lr, stop_signal, bool(is_save_due))
 
     def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""
@@ -262,7 +212,7 @@ class Trainer:
         evaluation = self.is_due(cfg.eval_every)
         sample = self.is_due(cfg.sample_every)
         scheduled_save = self.is_due(cfg.save_every) or self.is_done()
-        if log or evaluation or sample or scheduled_save or result.flags.is_save_due:
+        if log or evaluation or sample or scheduled_save or result.is_save_due:
             # Reading the norm waits for a GPU. In fp16, GradScaler skips updates by such gradients.
             if not self.strategy.scaler.is_enabled():
                 check_finite(step, "norm of the gradient", result.grad_norm.item(), self.config.optimizer)
@@ -277,7 +227,7 @@ class Trainer:
                 self.evaluate()
             if sample:
                 self.generate_sample()
-            if scheduled_save or result.flags.is_save_due or self.progress.best.step == step:
+            if scheduled_save or result.is_save_due or self.progress.best.step == step:
                 # A thread writes it while training continues.
                 self.snapshots.save(self.snapshot_header(), self.strategy, scheduled_save)
             self.snapshots.log_ended(self.log, is_last=self.is_done())
@@ -310,14 +260,12 @@ class Trainer:
         self.progress.val_loss = val_loss
         if val_loss < self.progress.best.val_loss:
             self.progress.best = Best(step, val_loss)
-        self.log.write(
-            "eval",
-            step,
-            samples=self.progress.samples,
-            val_loss=val_loss,
-            val_bpb=self.corpus.bits_per_byte(val_loss),
-            seconds=time.perf_counter() - began,
-        )
+        values = {
+            "samples": self.progress.samples,
+            "val_loss": val_loss,
+            "val_bpb": self.corpus.bits_per_byte(val_loss),
+        }
+        self.log.write("eval", step, **values, seconds=time.perf_counter() - began)
 
     def generate_sample(self) -> None:
         """Generates and logs a sample of this step's model."""
@@ -353,30 +301,29 @@ class Trainer:
             self.snapshots.finish(self.is_complete())
         finally:
             self.snapshots.log_ended(self.log, is_last=True)
-        number = 0 if self.is_complete() else self.stop_signal
-        name = signal.Signals(number).name if number else None
-        self.log.write("stop", step, signal=name)
-        if name is not None:
-            logger.info(f"stopped by {name} at step {step} after saving a snapshot; run the same command to resume")
-            return EXIT_STATUS[signal.Signals(number)]
+        if not self.is_complete():
+            stopped_by = signal.Signals(self.stop_signal)
+            self.log.write("stop", step, signal=stopped_by.name)
+            logger.info(summary.stopped(stopped_by.name, step))
+            return EXIT_STATUS[stopped_by]
+        self.log.write("stop", step, signal=None)
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
-
-        file = self.snapshots.folder.file(step)
         val_loss = self.progress.val_loss or math.nan  # the last step evaluates
         bits = self.corpus.bits_per_byte(val_loss)
-        lines = [
-            f"done in {duration(self.timer.elapsed)}: validation loss {val_loss:.4f} ({bits:.4f} bits per byte), "
-            f"snapshot {file}"
-        ]
         best = self.progress.best
-        if best.step in self.snapshots.folder.files() and best.val_loss != val_loss:
-            lines.append(summary.best(best, file))
-        lines.append(summary.next_commands(file, self.config.trainer.run_dir))
-        logger.info("\n".join(lines))
+        if best.step not in self.snapshots.folder.files():  # it is damaged, or its save has failed
+            best = Best(step, val_loss)
+        logger.info(
+            summary.done(self.config, self.timer.elapsed, val_loss, bits, self.snapshots.folder.file(step), best)
+        )
         return 0
 
     def close(self) -> None:
         """Closes files, ends threads and unlocks the folder. It is also called after an error."""
-        self.resources.close()
+        self.log.close()
+        self.snapshots.close()
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None

@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from main import process_group
 from mingpt.config.parser import read_config
-from mingpt.distributed.context import StepFlags
 from mingpt.distributed.launcher import RankInfo
 from mingpt.parallel.strategy import DTYPES
 from mingpt.program import exit_process, run_program
@@ -30,7 +29,7 @@ class NanoGPT(Trainer):
     def prepare(self, folder: str) -> None:
         """Builds the model and the optimizer of nanoGPT's code in a folder."""
         device = self.context.device
-        self.other: Any = runpy.run_path(f"{folder}/model.py")["GPT"](self.model_config).to(device)
+        self.other: Any = runpy.run_path(f"{folder}/model.py")["GPT"](self.model.config).to(device)
         self.optimizer = self.other.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
         self.dtype = DTYPES[self.numerics.precision] if device.type == "cuda" else torch.float32
         if device.type == "cuda":
@@ -63,7 +62,7 @@ class NanoGPT(Trainer):
         batch = self.next_batch()
         self.progress.step += 1
         self.progress.samples = batch.stop
-        return StepResult(batch, [loss.detach()], norm, 1e-3, StepFlags(self.signals.signal, False, y.numel()))
+        return StepResult(batch, [loss.detach()], norm, 1e-3, self.signals.signal, False)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -20,6 +20,5 @@ else:
     except RuntimeError as error:
         message = str(error).partition("] ")[2]  # without the source line in gloo
     print(message)
-    assert "Timed out" in message
     assert "rank" not in message
 dist.destroy_process_group()

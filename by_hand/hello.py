@@ -5,7 +5,7 @@
 In this repository: `detect_launch_environment` in mingpt/distributed/launcher.py
 
 Options before the script's name are for torchrun, and options after it for the script. On two machines, start torchrun
-on each (docs/tour.md).
+on each (docs/launchers.md).
 """
 
 import os

@@ -33,5 +33,5 @@ for step in range(2 * (n - 1)):
 
 assert torch.equal(x, total)
 if rank == 0:
-    print(f"a rank sends its tensor {2 * (n - 1) / n:.2f} times, a parameter server {n} times")
+    print(f"{step + 1} steps: a rank sends its tensor {2 * (n - 1) / n:.2f} times, a parameter server {n} times")
 dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.files import replace_file
 from mingpt.monitoring.logging import logger
+from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load_pretrained
 from mingpt.system.device import tune_malloc
@@ -42,6 +43,7 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
         if context.local_rank == 0:
             write_default_text(config)
             check_text(config.data.path)
+            open_folders(config.trainer)
 
 
 @cache  # an edit while the process runs does not change the code that it has imported
@@ -144,10 +146,11 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
     return corpus
 
 
-def build_model(model_config: GPTConfig, seed: int) -> GPT:
+def build_model(config: Config, vocab_size: int) -> GPT:
     """Returns a new GPT on the CPU of each rank. Strategies keep its buffers and tied parameters."""
-    torch.manual_seed(seed)
-    return GPT(model_config).train()
+    torch.manual_seed(config.trainer.seed)
+    shape = GPTConfig(**asdict(config.model), vocab_size=vocab_size, block_size=config.data.block_size)
+    return GPT(shape).train()
 
 
 def initial_weights(config: Config, context: DistributedContext, model: GPT, corpus: Corpus) -> dict[str, Tensor]:

@@ -7,8 +7,10 @@ from typing import Any
 
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
+from mingpt.monitoring.run_log import duration
 from mingpt.snapshot.format import Best
 from mingpt.snapshot.load import NEW_RUN
+from mingpt.text.corpus import Corpus
 
 
 def start(devices: list[str], rows: Mapping[str, str]) -> str:
@@ -21,6 +23,17 @@ def start(devices: list[str], rows: Mapping[str, str]) -> str:
     lines = [f"GLOBAL_RANK: {i}, MEMBER: {i + 1}/{len(devices)}  {device}" for i, device in enumerate(devices)]
     lines += [f"{name:<10} {value}" for name, value in rows.items()]
     return "\n".join(lines)
+
+
+def data_rows(config: Config, corpus: Corpus, train_windows: int, val_windows: int) -> dict[str, str]:
+    """Returns the rows of the text and of the batch."""
+    tokens = len(corpus.training) + len(corpus.validation)
+    data = config.data
+    return {
+        "text": f"{data.path}: {tokens:,} tokens, {corpus.tokenizer.vocab_size:,} distinct; {train_windows:,} training "
+        f"windows, {val_windows:,} for validation",
+        "batch": f"{config.trainer.batch_size} sequences x {data.block_size} tokens, over all ranks",
+    }
 
 
 def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
@@ -72,17 +85,30 @@ def already_trained(file: str, step: int, config: Config, last_step: int) -> str
     )
 
 
-def best(best: Best, file: str) -> str:
-    """Returns the best evaluation, if its snapshot is another one than the last, and how to use it.
+def stopped(signal_name: str, step: int) -> str:
+    """Returns why the run has stopped, and how to continue it."""
+    return f"stopped by {signal_name} at step {step} after saving a snapshot; run the same command to resume"
+
+
+def done(config: Config, seconds: float, val_loss: float, bits_per_byte: float, file: str, best: Best) -> str:
+    """Returns the result of the run, and commands.
 
     Args:
         file: the last snapshot
+        best: the best evaluation whose snapshot is in the same folder
     """
-    folder = shlex.quote(file.rpartition("/")[0])
-    return (
-        f"best:       validation loss {best.val_loss:.4f} at step {best.step}: "
-        f"python sample.py --snapshot {folder} --best"
-    )
+    lines = [
+        f"done in {duration(seconds)}: validation loss {val_loss:.4f} ({bits_per_byte:.4f} bits per byte), "
+        f"snapshot {file}"
+    ]
+    if best.val_loss < val_loss:
+        folder = shlex.quote(file.rpartition("/")[0])
+        lines.append(
+            f"best:       validation loss {best.val_loss:.4f} at step {best.step}: "
+            f"python sample.py --snapshot {folder} --best"
+        )
+    lines.append(next_commands(file, config.trainer.run_dir))
+    return "\n".join(lines)
 
 
 def next_commands(snapshot: str, run_dir: str) -> str:

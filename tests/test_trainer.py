@@ -57,8 +57,7 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         strategy = trainer.strategy
         micro_batches = strategy.read(range(4), trainer.train_data)
-        flags = trainer.context.begin_step(0, False, strategy.count_targets(micro_batches))
-        strategy.forward_backward(micro_batches, flags)
+        strategy.forward_backward(micro_batches, trainer.context.begin_sum(strategy.count_targets(micro_batches)))
         gradients = [parameter.grad for parameter in strategy.parameters.values()]
         norm = strategy.clip_grad_norm_(None)
         before = [gradient.clone() for gradient in gradients]

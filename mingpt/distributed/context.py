@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import machine_id
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
-from mingpt.system.torch_versions import all_gather_single
 
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
@@ -91,57 +90,45 @@ class DistributedContext(RankGroup):
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def begin_step(self, signal: int, is_save_due: bool, num_targets: int) -> "PendingFlags":
-        """Starts to exchange the flags of the step, which all ranks must do.
+    def begin_step(self, stop_signal: int, is_save_due: bool) -> "PendingReduction":
+        """Starts to exchange what stops all ranks after this step (0: nothing), and whether any of them is to save.
 
-        Args:
-            signal: the signal that this rank has received, or 0
-            is_save_due: whether this rank asks for a snapshot
-            num_targets: this rank's part of the number of targets of the batch
+        All ranks must call it. The result is the maximum of each number.
         """
-        flags = StepFlags(signal, is_save_due, num_targets)
-        if self.world_size == 1:
-            return PendingFlags(torch.tensor(flags))
-        # If ranks wait for one that hangs, all of them show where they are.
-        faulthandler.dump_traceback_later(self.timeout.total_seconds(), file=sys.__stderr__)  # type: ignore[arg-type]
-        mine = torch.tensor(flags)
-        rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
-        work = all_gather_single(rows, mine, async_op=True)
-        return PendingFlags(rows, work)
+        if self.world_size > 1:  # if ranks wait for one that hangs, all of them show where they are
+            seconds = self.timeout.total_seconds()
+            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)  # type: ignore[arg-type]
+        return self._begin_reduction([stop_signal, is_save_due], dist.ReduceOp.MAX)
+
+    def begin_sum(self, number: int) -> "PendingReduction":
+        """Starts to sum a number over ranks, which all of them must do."""
+        return self._begin_reduction([number], dist.ReduceOp.SUM)
+
+    def _begin_reduction(self, numbers: list[int], op: Any) -> "PendingReduction":
+        reduced = torch.tensor(numbers)
+        work = None
+        if self.world_size > 1:
+            work = dist.all_reduce(reduced, op, self.group, async_op=True)
+        return PendingReduction(reduced, work)
 
 
-class StepFlags(NamedTuple):
-    """What ranks exchange in each step.
+class PendingReduction:
+    """Integers that are being reduced over ranks while the caller continues.
 
-    Attributes:
-        signal: the signal that stops all ranks after this step, because one of them has received it; 0: none
-        is_save_due: whether to save a snapshot after this step
-        num_targets: number of targets of the batch, over all ranks
-    """
-
-    signal: int
-    is_save_due: bool
-    num_targets: int
-
-
-class PendingFlags:
-    """The flags of a step. The exchange runs while the caller continues.
-
-    They are exchanged on the CPU by gloo, so `wait` does not wait for a GPU.
+    gloo reduces them on the CPU, so `wait` does not wait for a GPU.
 
     Args:
-        rows: flags of each rank; filled when `work` is done
+        numbers: (n,) reduced in place
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, rows: Tensor, work: dist.Work | None = None) -> None:
-        self.rows = rows
+    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
+        self.numbers = numbers
         self.work = work
 
-    def wait(self) -> StepFlags:
-        """Returns the flags of all ranks together."""
+    def wait(self) -> list[int]:
+        """Returns the reduced numbers."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        signals, saves, counts = self.rows.view(-1, 3).T.tolist()
-        return StepFlags(max(signals), any(saves), sum(counts))
+        return self.numbers.tolist()

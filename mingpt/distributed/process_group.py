@@ -1,12 +1,15 @@
 """What main.py needs for its process group: it connects ranks, names those that have caused an error, and cleans up."""
 
 import faulthandler
+import os
 import platform
+import socket
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from mingpt.config.schema import Config
@@ -18,6 +21,7 @@ from mingpt.monitoring.logging import is_reporter, logger, set_reporter
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 ERROR_SECONDS = 2.0  # all ranks that are alive get an error within this time after the first one
+GLOO_ERRORS = ("gloo", "application timeout")  # in a RuntimeError; the second one follows a collective that timed out
 ANSWER_SECONDS = 5.0  # how long the store's answers may take
 
 
@@ -48,11 +52,11 @@ def connect(config: Config, info: RankInfo) -> dist.Store:
 def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
     """Returns which ranks have caused an error; empty: it is this rank's own.
 
-    Soon after a collective has failed, all ranks have an error, except for those that are dead or hang. The first rank
-    of each machine that has one reports the cause.
+    Soon after a collective has failed on one rank, all ranks have an error, except for those that are dead or hang. The
+    first rank of each machine that has one reports the cause.
     """
     is_backend_error = isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in GLOO_ERRORS)
     )
     summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     cause = f"rank 0 has ended, or does not answer: {error}"
@@ -64,6 +68,7 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
         with suppress(RuntimeError, OSError):  # the store has ended
             store.set(f"error/{info.rank}", summary)
             if is_backend_error:
+                _close_connections(store)
                 cause = _find_cause(store, info, error)
                 if info.rank == 0:  # it may host the store, which other ranks read a moment later
                     time.sleep(ERROR_SECONDS)
@@ -86,6 +91,25 @@ def _find_cause(store: dist.Store, info: RankInfo, error: Exception) -> str:
     of_machine = range(info.rank - (info.local_rank or 0), info.rank)
     set_reporter(not any(store.check([f"error/{rank}"]) for rank in of_machine))
     return store.get("cause").decode()
+
+
+def _close_connections(store: dist.Store) -> None:
+    """Closes the connections to other ranks, so that ranks which wait for this one fail as well.
+
+    Only the neighbors of a dead rank in gloo's rings fail at once. gloo closes connections when the process ends, but
+    not when a group is aborted or destroyed (torch 2.13).
+
+    Args:
+        store: its connections stay open
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)  # a file does not have one
+    for connection in psutil.Process().net_connections("tcp"):
+        ports = [address.port for address in (connection.laddr, connection.raddr) if address]
+        if connection.status == psutil.CONN_ESTABLISHED and port not in ports:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def destroy_process_group() -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext, PendingFlags
+from mingpt.distributed.context import DistributedContext, PendingReduction
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer
@@ -49,9 +49,10 @@ class MicroBatch:
     targets: Tensor
     num_targets: int
 
-    def weight(self, flags: PendingFlags) -> float:
+    def weight(self, total_targets: PendingReduction) -> float:
         """Returns the fraction of the batch's targets, over all ranks, that this micro-batch has."""
-        return self.num_targets / max(1, flags.wait().num_targets)
+        [total] = total_targets.wait()
+        return self.num_targets / max(1, total)
 
 
 class Strategy(RankState):
@@ -82,9 +83,10 @@ class Strategy(RankState):
         self.model: nn.Module = model
         self.full_model = model
         self.parameters = dict(model.named_parameters())
-        self.full_shapes = self.state
+        self.full_shapes = self.state  # this rank has all of it
         self.optimizer = self.build_optimizer(model)
         self.built_groups = [dict(group) for group in self.optimizer.param_groups]
+        # The optimizer fills these dictionaries in its first step. Reading `state` creates them.
         self.local_state = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
 
@@ -107,10 +109,14 @@ class Strategy(RankState):
             batch: sample numbers of the whole batch, over all ranks
         """
         share = self.context.shard_range(batch.start, len(batch))
-        largest = self.context.max_shard_size(len(batch))
-        size = self.config.trainer.micro_batch_size or largest
+        largest_share = self.context.max_shard_size(len(batch))
+        size = self.config.trainer.micro_batch_size or largest_share
         dummy = range(batch.stop, batch.stop + 1)
-        return [share[start : start + size] or dummy for start in range(0, largest, size)]
+        micro_batches = []
+        for start in range(0, largest_share, size):
+            numbers = share[start : start + size]
+            micro_batches.append(numbers if len(numbers) > 0 else dummy)
+        return micro_batches
 
     def read(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Reads this rank's micro-batches of a batch. Reading may use random numbers."""
@@ -118,9 +124,10 @@ class Strategy(RankState):
         for numbers in self.shares(batch):
             self.seed(numbers.start, READING)
             idx, targets = data[numbers]
-            if numbers.stop > batch.stop:
+            num_real = max(0, batch.stop - numbers.start)
+            if num_real < len(numbers):
                 targets = targets.clone()
-                targets[max(0, batch.stop - numbers.start) :] = IGNORE_INDEX
+                targets[num_real:] = IGNORE_INDEX  # of samples beyond the batch
             num_targets = int(np.count_nonzero(targets.numpy() != IGNORE_INDEX))
             micro_batches.append(MicroBatch(numbers.start, idx, targets, num_targets))
         return micro_batches
@@ -143,11 +150,11 @@ class Strategy(RankState):
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def forward_backward(self, micro_batches: list[MicroBatch], flags: PendingFlags) -> list[Tensor]:
+    def forward_backward(self, micro_batches: list[MicroBatch], total_targets: PendingReduction) -> list[Tensor]:
         """Computes the gradient of the mean loss over the whole batch, and exchanges it with the other ranks.
 
         Args:
-            flags: has the number of targets of the whole batch
+            total_targets: number of targets of the whole batch, which ranks are still adding up
 
         Returns:
             this rank's terms of the mean loss over the batch
@@ -155,16 +162,16 @@ class Strategy(RankState):
         losses = []
         for micro_batch in micro_batches:
             self.set_gradient_sync(micro_batch is micro_batches[-1])
-            losses.append(self.accumulate(micro_batch, flags))
+            losses.append(self.accumulate(micro_batch, total_targets))
         self.reduce_gradients()
         return losses
 
-    def accumulate(self, micro_batch: MicroBatch, flags: PendingFlags) -> Tensor:
+    def accumulate(self, micro_batch: MicroBatch, total_targets: PendingReduction) -> Tensor:
         """Adds the gradient of a micro-batch to `grad` of this rank's parameters. Returns its term of the mean loss."""
         idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
         self.seed(micro_batch.first)
         mean = self.compute_loss(self.model, idx, targets)  # while ranks exchange their numbers of targets
-        loss = mean * micro_batch.weight(flags)
+        loss = mean * micro_batch.weight(total_targets)
         self.scale_loss(loss).backward()
         return loss.detach()
 

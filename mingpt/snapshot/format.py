@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +22,31 @@ class Best:
 
     step: int | None = None
     val_loss: float = math.inf
+
+
+@dataclass
+class Progress:
+    """The progress of a run. With the state of model and optimizer, it is everything that a run needs to continue.
+
+    Snapshots contain all fields. A field that a snapshot lacks gets its default.
+
+    Attributes:
+        step: finished optimizer steps
+        samples: number of sequences in these steps
+        val_loss: validation loss of this step, in nats per token; None: not evaluated, or not yet
+        best: the evaluation with the lowest validation loss
+    """
+
+    step: int = 0
+    samples: int = 0
+    val_loss: float | None = None
+    best: Best = field(default_factory=Best)
+
+    @classmethod
+    def from_header(cls, header: dict[str, Any]) -> "Progress":
+        """Returns the progress in a snapshot."""
+        values = {each.name: header[each.name] for each in fields(cls) if each.name in header}
+        return cls(**values | {"best": Best(**header["best"])})
 
 
 def check_content(content: Any, path: str) -> None:

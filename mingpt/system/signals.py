@@ -56,19 +56,17 @@ def _wait_for_torchrun() -> None:
 class SignalHandler:
     """Records the first signal within the context. Ranks then agree on the step to stop at.
 
-    While `exits_at_once` is set, any signal ends the process at once, and later a SIGINT at least one second after the
-    first signal, but neither ends a session. Python runs signal handlers when a call of C++ code returns.
+    A SIGINT at least one second after the first signal ends the process at once, but not a session. Python runs signal
+    handlers when a call of C++ code returns.
 
     Closing the terminal sends SIGHUP; under `nohup`, it stays ignored.
 
     Attributes:
         signal: number of the first signal, or 0
-        exits_at_once: set until the first step ends, since compiling the model may take minutes
     """
 
     def __init__(self) -> None:
         self.signal = 0
-        self.exits_at_once = False
         self.received = math.inf  # time of the first signal
 
     def __enter__(self) -> "SignalHandler":
@@ -95,7 +93,7 @@ class SignalHandler:
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         is_second = number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS
-        if (self.exits_at_once or is_second) and not is_interactive():
+        if is_second and not is_interactive():
             os._exit(EXIT_STATUS[signal.Signals(number)])
         self.received = min(self.received, now)
         self.signal = self.signal or number

@@ -60,10 +60,9 @@ def _check_collectives(context: DistributedContext) -> None:
         check_equal(context, {"same": 1, "key": "b" if rank == 2 else "a"})
     with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
         check_equal(context, {"key": rank}, advice="set it")
-    first = context.begin_step(0, rank == 1, 10 * rank)
-    second = context.begin_step(15 if rank == 2 else 0, False, 7)
-    assert [first.wait(), second.wait()] == [(0, True, 30), (15, False, 21)]
-    assert first.wait() == (0, True, 30)
+    flags = context.begin_step(15 if rank == 2 else 0, rank == 1)
+    total = context.begin_sum(10 * rank)
+    assert [flags.wait(), total.wait(), flags.wait()] == [[15, 1], [30], [15, 1]]
     raise ZeroDivisionError
 
 

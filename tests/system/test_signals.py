@@ -17,7 +17,7 @@ import main
 from mingpt.snapshot.folder import SnapshotFolder
 from mingpt.system.signals import EXIT_STATUS, SignalHandler, start_program
 from tests.faults.runs import Run
-from tests.helpers import main_process, read_rows, run_args, run_program, run_ranks, start_ranks, train_main, wait_until
+from tests.helpers import read_rows, run_args, run_program, run_ranks, train_main, wait_until
 from tests.inside import call_before, newest_snapshot
 from trainer import Trainer
 
@@ -77,26 +77,6 @@ def test_a_rank_that_torchrun_stops_before_a_collective_fails_ends(error: str, s
     done = run_program("-c", FAILING.format(error=error))
     assert done.returncode == status, done.stderr
     assert ("ValueError: Connection closed" in done.stderr) == (status == 1)
-
-
-def test_a_signal_in_the_first_step_ends_the_process_at_once(text: Path, tmp_path: Path) -> None:
-    """That step may compile the model for minutes, and there is nothing to save."""
-    argv = run_args(tmp_path / "run", text)
-    [process], _ = start_ranks(1, run_with_endless_first_step, argv, tmp_path, tmp_path=tmp_path)
-    wait_until((tmp_path / "first step").exists, "the first step")
-    process.terminate()
-    process.join(20)
-    assert process.exitcode == EXIT_STATUS[signal.SIGTERM]
-    assert (tmp_path / "stderr").read_text() == ""
-
-
-def run_with_endless_first_step(argv: list[str], folder: Path) -> None:
-    def train_step(trainer: Trainer) -> None:
-        (folder / "first step").touch()
-        time.sleep(60)
-
-    Trainer.train_step = train_step
-    main_process(argv, folder / "stdout", folder / "stderr")
 
 
 @pytest.mark.parametrize("library", ["_pydantic_core", "numpy/_core"])
