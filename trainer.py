@@ -56,7 +56,7 @@ class Trainer:
         config: the configuration, with the model's shape from trainer.init_from
         model: the GPT; all ranks must call it together, since sharded strategies gather its parameters
         progress: step and samples so far, validation losses, best snapshot
-        max_samples: number of sequences in max_epochs
+        max_samples: number of sequences in max_epochs; without it, in the largest number of steps
         last_step: the step at which max_steps or max_epochs is reached, whichever comes first
         resumed: header of the snapshot that this process resumed from; None in a new run
         resumed_from: path of that snapshot
@@ -188,12 +188,13 @@ class Trainer:
         batch = self.next_batch()
         micro_batches = strategy.read(batch, self.train_data)
         # Ranks exchange these numbers while they compute.
-        flags = self.context.begin_step(self.signals.signal, self.snapshots.is_save_due())
-        total_targets = self.context.begin_sum(strategy.count_targets(micro_batches))
+        stop_signals, saves_due, target_counts = self.context.begin_step(
+            self.signals.signal, self.snapshots.is_save_due(), strategy.count_targets(micro_batches)
+        )
 
         strategy.broadcast_buffers()
         strategy.zero_grad()
-        losses = strategy.forward_backward(micro_batches, total_targets)  # the last backward pass exchanges gradients
+        losses = strategy.forward_backward(micro_batches, target_counts)  # the last backward pass exchanges gradients
         strategy.seed(step, UPDATING)  # an optimizer that draws random numbers draws the same ones on all ranks
         lr = learning_rate(step, self.last_step, self.config.optimizer)
         grad_norm = strategy.update(lr)
@@ -201,8 +202,7 @@ class Trainer:
         self.progress.step = step
         self.progress.samples = batch.stop
         self.progress.val_loss = None
-        stop_signal, is_save_due = flags.wait()
-        return StepResult(batch, losses, grad_norm, lr, stop_signal, bool(is_save_due))
+        return StepResult(batch, losses, grad_norm, lr, max(stop_signals.wait()), any(saves_due.wait()))
 
     def after_step(self, result: StepResult) -> None:
         """Logs, evaluates, generates a sample and saves what is due after a step, in this order."""

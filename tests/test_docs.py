@@ -247,7 +247,7 @@ CHANGES = {
     "parameter_norm": ("", None),
     "replay": ("--trainer.replay_every 3", None),
     "sgd": ("--optimizer.name sgd --optimizer.learning_rate 0.1", None),
-    "warmup_stable_decay": ("--optimizer.stable 0.8", None),
+    "warmup_stable_decay": ("--optimizer.stable 0.8 --optimizer.learning_rate 2.5e-3", None),
 }
 
 
@@ -335,7 +335,7 @@ def test_each_change_trains_on_ranks_as_on_one_is_killed_resumes_samples_and_is_
         [row["loss"] for row in read_rows(run)] + [row["val_loss"] for row in read_rows(run, "eval")]
         for run in (folder / "runs/base", folder / "runs/one", folder / "runs/two")
     )
-    assert together == pytest.approx(alone, rel=5e-3)  # rounding errors grow from step to step
+    assert together == pytest.approx(alone, rel=2e-3)  # rounding errors grow from step to step
     assert (alone == base) == (change in ("parameter_norm", "replay"))
 
     text = (folder / "sample.txt").read_text()
@@ -418,9 +418,9 @@ def test_the_notebook_runs_in_a_kernel(checkout: Path, tmp_path: Path, monkeypat
 
 # Output that the tour predicts for the commands of main.py in its sections.
 TOUR_OUTPUT = {
-    "DDP": r"\n12\n",
-    "Gradient accumulation": r"\n12\n",
-    "ZeRO and FSDP": r"\n27\n",
+    "DDP": r"\n6\n",
+    "Gradient accumulation": r"\n6\n",
+    "ZeRO and FSDP": r"\n30\n",
     "One error for all ranks": r"error: data.path: missing.txt can't be read: .*No such file",
 }
 
@@ -432,7 +432,7 @@ def test_the_tour_works_as_pasted(checkout: Path) -> None:
     sections = re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", tour, re.MULTILINE | re.DOTALL)
     found = {name: "".join(each for each in blocks(text) if "by_hand/" not in each) for name, text in sections}
     texts = {name: text for name, text in found.items() if text}
-    [option] = re.findall(r"With `(--trainer\.\S+ \d)`, the\s+command of \[DDP\]\(#ddp\) also prints 12\.", tour)
+    [option] = re.findall(r"With `(--trainer\.\S+ \d)`, the\s+command of \[DDP\]\(#ddp\) also prints 6\.", tour)
     texts["Gradient accumulation"] = (
         texts["DDP"].replace("tour/reduce\n", f"tour/reduce {option}\n").replace("tour/reduce", "tour/accumulation")
     )

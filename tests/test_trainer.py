@@ -57,7 +57,8 @@ def test_gradients_are_scaled_to_the_largest_norm_allowed(
     with open_trainer(*run_args(tmp_path / "run", text)) as trainer:
         strategy = trainer.strategy
         micro_batches = strategy.read(range(4), trainer.train_data)
-        strategy.forward_backward(micro_batches, trainer.context.begin_sum(strategy.count_targets(micro_batches)))
+        [target_counts] = trainer.context.begin_step(strategy.count_targets(micro_batches))
+        strategy.forward_backward(micro_batches, target_counts)
         gradients = [parameter.grad for parameter in strategy.parameters.values()]
         norm = strategy.clip_grad_norm_(None)
         before = [gradient.clone() for gradient in gradients]

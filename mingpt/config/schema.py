@@ -164,7 +164,7 @@ class TrainerConfig:
     """CPU threads per rank; auto: OMP_NUM_THREADS, else idle cores or CPU quota divided by local ranks"""
 
     compile: bool = False
-    """compile the model with torch.compile; takes about a minute at the first start"""
+    """compile the model with torch.compile; the first start takes longer"""
 
     cuda_graphs: bool = False
     """on one GPU, record a step and replay its kernels; see docs/performance.md"""
@@ -209,7 +209,7 @@ class TrainerConfig:
     """initial weights: a snapshot, a run folder, or a folder of transformers; null: random initialization"""
 
     run_dir: Annotated[PathText, AfterValidator(_check_folder)] = "runs/default"
-    """run folder: config.yaml, metrics.jsonl, snapshots/, cache/"""
+    """run folder: config.yaml, metrics.jsonl, snapshots/"""
 
     snapshot_path: PathText | None = None
     """folder or fsspec URL to copy snapshots to, into a folder with the name of run_dir; null: none"""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import machine_id
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
+from mingpt.system.torch_versions import all_gather_single
 
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
@@ -90,45 +91,37 @@ class DistributedContext(RankGroup):
         if self.world_size > 1:
             dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def begin_step(self, stop_signal: int, is_save_due: bool) -> "PendingReduction":
-        """Starts to exchange what stops all ranks after this step (0: nothing), and whether any of them is to save.
-
-        All ranks must call it. The result is the maximum of each number.
-        """
-        if self.world_size > 1:  # if ranks wait for one that hangs, all of them show where they are
-            seconds = self.timeout.total_seconds()
-            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)  # type: ignore[arg-type]
-        return self._begin_reduction([stop_signal, is_save_due], dist.ReduceOp.MAX)
-
-    def begin_sum(self, number: int) -> "PendingReduction":
-        """Starts to sum a number over ranks, which all of them must do."""
-        return self._begin_reduction([number], dist.ReduceOp.SUM)
-
-    def _begin_reduction(self, numbers: list[int], op: Any) -> "PendingReduction":
-        reduced = torch.tensor(numbers)
+    def begin_step(self, *numbers: int) -> "list[PendingNumbers]":
+        """Starts to exchange integers, which all ranks must do. Returns, for each of them, the values of all ranks."""
+        mine = torch.tensor(numbers)
+        rows = mine
         work = None
         if self.world_size > 1:
-            work = dist.all_reduce(reduced, op, self.group, async_op=True)
-        return PendingReduction(reduced, work)
+            # If ranks wait for one that hangs, all of them show where they are.
+            seconds = self.timeout.total_seconds()
+            faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)  # type: ignore[arg-type]
+            rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
+            work = all_gather_single(rows, mine, async_op=True)
+        return [PendingNumbers(column, work) for column in rows.view(-1, len(mine)).T]
 
 
-class PendingReduction:
-    """Integers that are being reduced over ranks while the caller continues.
+class PendingNumbers:
+    """An integer of each rank, in an exchange that runs while the caller continues.
 
-    gloo reduces them on the CPU, so `wait` does not wait for a GPU.
+    gloo exchanges them on the CPU, so `wait` does not wait for a GPU.
 
     Args:
-        numbers: (n,) reduced in place
+        values: of each rank; filled when `work` is done
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
-        self.numbers = numbers
+    def __init__(self, values: Tensor, work: dist.Work | None) -> None:
+        self.values = values
         self.work = work
 
     def wait(self) -> list[int]:
-        """Returns the reduced numbers."""
+        """Returns the values of all ranks, in rank order."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        return self.numbers.tolist()
+        return self.values.tolist()

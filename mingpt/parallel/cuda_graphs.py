@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.distributed.context import PendingReduction
+from mingpt.distributed.context import PendingNumbers
 from mingpt.errors import UserError
 from mingpt.parallel.strategy import MicroBatch, Strategy
 
@@ -41,10 +41,10 @@ class CUDAGraphs(Strategy):
         if gradients := list(self.gradients.values()):  # there are none before the first step
             torch._foreach_zero_(gradients)
 
-    def accumulate(self, micro_batch: MicroBatch, total_targets: PendingReduction) -> Tensor:
+    def accumulate(self, micro_batch: MicroBatch, target_counts: PendingNumbers) -> Tensor:
         idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
         self.seed(micro_batch.first)
-        inputs = idx, targets, torch.full((), micro_batch.weight(total_targets), device=self.device)
+        inputs = idx, targets, torch.full((), micro_batch.weight(target_counts), device=self.device)
         if idx.shape != self.shape:  # the end of a batch
             return self.recorded_backward.call(*inputs)
         return self.recorded_backward(*inputs)

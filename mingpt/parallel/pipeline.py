@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import all_gather_object, reduce_object
-from mingpt.distributed.context import DistributedContext, PendingReduction
+from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.parallel.state import layout, state_layouts, tied_names
@@ -174,7 +174,7 @@ class PipelineParallel(Strategy):
     def count_targets(self, micro_batches: list[MicroBatch]) -> int:
         return super().count_targets(micro_batches) if self.stages.is_first else 0  # all stages have the same targets
 
-    def forward_backward(self, micro_batches: list[MicroBatch], total_targets: PendingReduction) -> list[Tensor]:
+    def forward_backward(self, micro_batches: list[MicroBatch], target_counts: PendingNumbers) -> list[Tensor]:
         """Runs the schedule. The first stage gets the tokens, and the last stage the targets."""
         self.stage.micro_batches = micro_batches
         self.losses = []
@@ -184,7 +184,7 @@ class PipelineParallel(Strategy):
             inputs = self.to_device(torch.cat([each.idx for each in micro_batches]))
         if self.stages.is_last:
             [options["targets"]] = self.to_device(torch.cat([each.targets for each in micro_batches]))
-            weights = torch.tensor([each.weight(total_targets) for each in micro_batches])
+            weights = torch.tensor([each.weight(target_counts) for each in micro_batches])
             [options["target"]] = self.to_device(weights)  # the second argument of `_loss`
         try:
             self.schedule.step(*inputs, **options, return_outputs=False)

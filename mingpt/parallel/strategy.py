@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from char_dataset import CharDataset, ValidationDataset
 from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext, PendingReduction
+from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.errors import UserError
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.optim.optimizer import build_optimizer
@@ -49,10 +49,9 @@ class MicroBatch:
     targets: Tensor
     num_targets: int
 
-    def weight(self, total_targets: PendingReduction) -> float:
+    def weight(self, target_counts: PendingNumbers) -> float:
         """Returns the fraction of the batch's targets, over all ranks, that this micro-batch has."""
-        [total] = total_targets.wait()
-        return self.num_targets / max(1, total)
+        return self.num_targets / max(1, sum(target_counts.wait()))
 
 
 class Strategy(RankState):
@@ -150,11 +149,11 @@ class Strategy(RankState):
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def forward_backward(self, micro_batches: list[MicroBatch], total_targets: PendingReduction) -> list[Tensor]:
+    def forward_backward(self, micro_batches: list[MicroBatch], target_counts: PendingNumbers) -> list[Tensor]:
         """Computes the gradient of the mean loss over the whole batch, and exchanges it with the other ranks.
 
         Args:
-            total_targets: number of targets of the whole batch, which ranks are still adding up
+            target_counts: each rank's part of the number of targets of the whole batch
 
         Returns:
             this rank's terms of the mean loss over the batch
@@ -162,16 +161,16 @@ class Strategy(RankState):
         losses = []
         for micro_batch in micro_batches:
             self.set_gradient_sync(micro_batch is micro_batches[-1])
-            losses.append(self.accumulate(micro_batch, total_targets))
+            losses.append(self.accumulate(micro_batch, target_counts))
         self.reduce_gradients()
         return losses
 
-    def accumulate(self, micro_batch: MicroBatch, total_targets: PendingReduction) -> Tensor:
+    def accumulate(self, micro_batch: MicroBatch, target_counts: PendingNumbers) -> Tensor:
         """Adds the gradient of a micro-batch to `grad` of this rank's parameters. Returns its term of the mean loss."""
         idx, targets = self.to_device(micro_batch.idx, micro_batch.targets)
         self.seed(micro_batch.first)
         mean = self.compute_loss(self.model, idx, targets)  # while ranks exchange their numbers of targets
-        loss = mean * micro_batch.weight(total_targets)
+        loss = mean * micro_batch.weight(target_counts)
         self.scale_loss(loss).backward()
         return loss.detach()
 

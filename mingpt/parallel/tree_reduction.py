@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext, PendingReduction
+from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.parallel.strategy import MicroBatch, Strategy
 
 
@@ -41,12 +41,12 @@ class TreeReduction(Strategy):
         self.num_leaves = len(leaves)
         return leaves[mine.start : mine.stop]
 
-    def forward_backward(self, micro_batches: list[MicroBatch], total_targets: PendingReduction) -> list[Tensor]:
+    def forward_backward(self, micro_batches: list[MicroBatch], target_counts: PendingNumbers) -> list[Tensor]:
         """Adds up the gradients and losses of all micro-batches in the tree. Returns the mean loss over the batch."""
         nodes: list[Node] = []  # sums of this rank's leaves
         first = self.context.shard_range(0, self.num_leaves).start
         for leaf, micro_batch in enumerate(micro_batches, start=first):
-            loss = self.accumulate(micro_batch, total_targets)
+            loss = self.accumulate(micro_batch, target_counts)
             self.check_gradients()
             gradients = [gradient.flatten() for gradient in self.gradients.values()]
             add_node(nodes, range(leaf, leaf + 1), torch.cat([*gradients, loss[None]]), self.num_leaves)

@@ -60,9 +60,14 @@ def _check_collectives(context: DistributedContext) -> None:
         check_equal(context, {"same": 1, "key": "b" if rank == 2 else "a"})
     with pytest.raises(UserError, match=r"^key differs between ranks: 0 on rank 0, 1 on rank 1; set it$"):
         check_equal(context, {"key": rank}, advice="set it")
-    flags = context.begin_step(15 if rank == 2 else 0, rank == 1)
-    total = context.begin_sum(10 * rank)
-    assert [flags.wait(), total.wait(), flags.wait()] == [[15, 1], [30], [15, 1]]
+    signals, saves = context.begin_step(15 if rank == 2 else 0, rank == 1)
+    [counts] = context.begin_step(10 * rank)
+    assert [each.wait() for each in (signals, saves, counts, signals)] == [
+        [0, 0, 15],
+        [0, 1, 0],
+        [0, 10, 20],
+        [0, 0, 15],
+    ]
     raise ZeroDivisionError
 
 

@@ -48,7 +48,7 @@ def run_rank(place: str, hanging: int, step: int, argv: list[str], folder: Path)
 def hang(trainers: list[Trainer], step: int, file: Path, *_: Any, **options: Any) -> None:
     """Hangs once, at this step, and writes the line of the caller to a file."""
     if trainers and trainers[-1].progress.step == step and not file.exists():
-        caller = sys._getframe(2)  # the frame between them is that of `call_before`
+        caller = sys._getframe(2)  # frame 1 belongs to `call_before`
         file.write_text(f"{Path(caller.f_code.co_filename).relative_to(ROOT)}:{caller.f_lineno}")
         time.sleep(1000)
 

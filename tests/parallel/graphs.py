@@ -21,6 +21,7 @@ import model
 from char_dataset import CharDataset
 from mingpt import start
 from mingpt.config import conflicts
+from mingpt.parallel.strategy import Strategy
 from tests.helpers import run_args, run_main, write_text
 from tests.parallel.runs import add_auxiliary_loss, change_buffers, count_one_token_only, freeze
 
@@ -77,6 +78,12 @@ CPU_RUNS: dict[str, tuple[Callable[[], AbstractContextManager], dict[str, Any]]]
 }
 
 
+def tensor_learning_rate() -> AbstractContextManager:
+    """Passes learning rates in fp32 tensors, from which a graph reads them, too."""
+    update = Strategy.update
+    return patch.object(Strategy, "update", lambda self, lr: update(self, torch.tensor(lr, device=self.device)))
+
+
 def train_all(folder: Path) -> None:
     """Trains each run as a whole, without graphs, and in two parts."""
     text = write_text(folder / "text.txt")
@@ -90,7 +97,8 @@ def train_all(folder: Path) -> None:
         for name, (change, changes) in (RUNS | (GPU_RUNS if is_cuda else CPU_RUNS)).items():
             with change():
                 train(name, "graphs", **changes)
-                train(name, "plain", **changes, trainer__cuda_graphs=False)
+                with tensor_learning_rate():
+                    train(name, "plain", **changes, trainer__cuda_graphs=False)
                 train(name, "parts", **changes, trainer__max_steps=6)
                 train(name, "parts", **changes)
 
