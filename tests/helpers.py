@@ -89,13 +89,6 @@ def run_args(run_dir: Path, text: Path | str, **changes: Any) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", "null" if value is None else str(value))]
 
 
-def write_yaml(file: Path, argv: list[str]) -> Path:
-    """Writes the command line of `run_args` to a yaml. Returns its path."""
-    lines = [f"{name.removeprefix('--')}: {value}\n" for name, value in zip(argv[::2], argv[1::2], strict=True)]
-    file.write_text("".join(lines))
-    return file
-
-
 def clean_env(**changes: str | None) -> dict[str, str]:
     """Returns this process's environment without launchers' variables. A change to None removes a variable."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")

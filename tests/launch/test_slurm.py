@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import assert_same_run
-from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, train_run, wait_until, write_text, write_yaml
+from tests.helpers import ROOT, clean_env, free_port, read_rows, run_args, train_run, wait_until, write_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,8 +100,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             lambda: cluster.run("sinfo", "--noheader", "--format=%D %t") == "2 idle\n", "two nodes are idle", TIMEOUT
         )
         yield cluster
-        for file in ROOT.glob("slurm-[0-9]*.yaml"):  # of jobs of this cluster, which begins with number 1
-            file.unlink()
         cluster.run("scancel", f"--user={getpass.getuser()}")
         wait_until(lambda: not cluster.run("squeue", "--noheader"), "the queue is empty", TIMEOUT)
 
@@ -120,11 +118,7 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
     script: str, cluster: Cluster, undisturbed: Path, text: Path, tmp_path: Path
 ) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "out.txt"
-    argv = run_args(run_dir, text, **OPTIONS)
-    if script == "slurm.sbatch":  # the yaml is edited before the first requeue
-        file = write_yaml(tmp_path / "my.yaml", argv)
-        argv = ["--config", str(file)]
-    job = cluster.submit(f"--output={out}", f"launch/{script}", *argv)
+    job = cluster.submit(f"--output={out}", f"launch/{script}", *run_args(run_dir, text, **OPTIONS))
     disturbances: list[Callable[[], Any]] = [
         lambda: cluster.run("scancel", "--signal=USR1", job),  # like --signal=USR1@120
         lambda: cluster.run("scontrol", "requeue", job),
@@ -132,15 +126,11 @@ def test_a_job_that_is_warned_requeued_and_preempted_ends_with_the_same_bits(
     ]
     for starts, disturb in enumerate(disturbances, start=1):
         wait_until(lambda: has_trained(run_dir, starts), f"start {starts}", TIMEOUT)  # noqa: B023
-        if script == "slurm.sbatch":
-            write_yaml(file, [*run_args(tmp_path / "other", text, **OPTIONS), "--optimizer.learning_rate", "1.0"])
         disturb()
         cluster.wait_for_requeue(job, restarts=starts)
     ended = cluster.wait_for_end(job)
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "3"), out.read_text()
-    message = f"the configuration has changed; this job keeps the one in slurm-{job}.yaml\n"
-    assert out.read_text().count(message) == (3 if script == "slurm.sbatch" else 0)
     assert {row["world_size"] for row in read_rows(run_dir)} == {2}
     stops = read_rows(run_dir, "stop")
     assert [row["signal"] for row in stops] == ["SIGUSR1", "SIGTERM", "SIGTERM", None]
