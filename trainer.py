@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from char_dataset import CharDataset, ValidationDataset
-from mingpt import summary
+from mingpt import __version__, summary
 from mingpt.config.schema import MAX_STEPS, Config, config_to_dict
 from mingpt.distributed.agreement import all_gather_object, shared_errors
 from mingpt.distributed.context import DistributedContext
@@ -276,6 +276,7 @@ class Trainer:
     def snapshot_header(self) -> dict[str, Any]:
         """Returns what a snapshot of this step contains, except for the state of model and optimizer."""
         return {
+            "version": __version__,
             "format": FORMAT_VERSION,
             **asdict(self.progress),
             "config": config_to_dict(self.config),
@@ -315,9 +316,8 @@ class Trainer:
         best = self.progress.best
         if best.step not in self.snapshots.folder.files():  # it is damaged, or its save has failed
             best = Best(step, val_loss)
-        logger.info(
-            summary.done(self.config, self.timer.elapsed, val_loss, bits, self.snapshots.folder.file(step), best)
-        )
+        path = self.snapshots.folder.file(step)
+        logger.info(summary.done(self.config, self.timer.elapsed, val_loss, bits, path, best))
         return 0
 
     def close(self) -> None:

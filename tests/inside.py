@@ -130,6 +130,7 @@ def newest_snapshot(run_dir: Path) -> dict:
 def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the content of a snapshot, by default with one weight. Its elements are the step."""
     return {
+        "version": "1.0.0",
         "format": 3,
         "step": step,
         "samples": 7 * step,

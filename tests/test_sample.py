@@ -15,7 +15,7 @@ import torch
 import sample
 from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
-from tests.helpers import ROOT, clean_env, run_on_terminal, train_run, write_text
+from tests.helpers import ROOT, clean_env, read_rows, run_on_terminal, train_run, write_text
 from tests.inside import assert_one_message
 
 LENGTH = 40  # characters to generate: more than a window of 16
@@ -25,12 +25,14 @@ RunSample = Callable[..., tuple[int, str, str]]  # exit status, stdout, stderr
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of six steps on a text with characters beyond ASCII, without that text."""
+    """The run folder of six steps on a text with characters beyond ASCII, and the part of the text that validates."""
     folder = tmp_path_factory.mktemp("trained")
     text = write_text(folder / "text.txt")
-    text.write_text(text.read_text().replace("figs", "ñandú—🙂"), encoding="utf-8")
+    characters = text.read_text().replace("figs", "ñandú—🙂")
+    text.write_text(characters, encoding="utf-8")
     train_run(folder / "run", text, trainer__max_steps=6, optimizer__learning_rate=3e-2)
     text.unlink()
+    (folder / "validation.txt").write_text(characters[int(0.9 * len(characters)) :], encoding="utf-8")
     snapshot = load_snapshot(str(folder / "run" / NEWEST))
     assert snapshot["val_loss"] < math.log(len(snapshot["vocabulary"]))  # it differs from an untrained model
     return folder / "run"
@@ -100,6 +102,17 @@ def test_several_samples_differ_and_are_separated(trained: Path, run_sample: Run
     assert samples[0] == one
     assert len(set(samples)) == 3
     assert all(each.startswith("anna") and len(each) == 4 + LENGTH for each in samples)
+
+
+def test_evaluate_prints_the_loss_that_training_has_had_on_the_same_text(trained: Path, run_sample: RunSample) -> None:
+    text = trained.parent / "validation.txt"
+    [*_, row] = read_rows(trained, "eval")
+    status, out, _ = run_sample("--snapshot", trained, "--evaluate", text)
+    assert status == 0
+    expected = f"{row['val_loss']:.4f} nats per token, {row['val_bpb']:.4f} bits per byte"
+    assert out == f"{expected}, {len(text.read_text()):,} tokens\n"
+    text.write_text("a")
+    assert_refused(run_sample("--snapshot", trained, "--evaluate", text), "--evaluate: the text has one token")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mingpt.program import run_program as exit_status_of
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot
 from model import GPT, MLP
 from tests.faults.runs import assert_same_run
-from tests.helpers import read_rows, run_args, run_each_captured, run_main, run_ranks, train_run, write_text
+from tests.helpers import ROOT, read_rows, run_args, run_each_captured, run_main, run_ranks, train_run, write_text
 from tests.inside import assert_one_message, list_snapshots, newest_snapshot
 
 SIX_STEPS = {"trainer__max_steps": 6, "optimizer__decay_steps": 12}
@@ -50,6 +50,7 @@ def test_a_snapshot_opens_with_torch_load_and_has_the_documented_content(trained
     run = trained / "two"
     snapshot = torch.load(run / "snapshots/step_00000006.pt", weights_only=True)
     assert isinstance(snapshot["format"], int)
+    assert f'version = "{snapshot["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert (snapshot["step"], snapshot["samples"]) == (6, 6 * 7)
     assert snapshot["vocabulary"] == "".join(sorted(set((trained / "text.txt").read_text())))
     assert snapshot["scaler"] == {}  # fp32 needs none
