@@ -1,4 +1,4 @@
-"""Tokens -> training and validation part -> windows -> the order of training samples.
+"""Tokens -> windows -> the order of training samples.
 
 The window of a sample is computed from the seed and the number of the sample, so there is no sampler with a state to
 save: a run that knows the number of samples it has trained on continues with the next sample.
@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mingpt.config.schema import DataConfig
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.text.permutation import hash64, permute
 from mingpt.text.token_file import Tokens
-
-
-def train_val_split(tokens: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Splits the tokens of a text into the training part, which comes first, and the validation part."""
-    if config.truncate is not None:
-        tokens = tokens[: round(len(tokens) * config.truncate)]
-    train_length = int(len(tokens) * config.train_split)
-    return tokens[:train_length], tokens[train_length:]
 
 
 class WindowDataset(Dataset):

@@ -4,17 +4,21 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
 
 from mingpt.system.signals import start_program
 
 if __name__ == "__main__":
     start_program()
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from char_dataset import ValidationDataset
 from mingpt.config.parser import default_snapshot_path
+from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import BAR_OPTIONS, configure_logging
 from mingpt.nn.layers import IGNORE_INDEX
@@ -23,7 +27,10 @@ from mingpt.program import run_program
 from mingpt.snapshot.load import Pretrained, load_pretrained
 from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
-from mingpt.text.corpus import read_text
+from mingpt.text.corpus import is_token_folder, open_folder
+from mingpt.text.documents import Texts
+from mingpt.text.prepare import encode_pieces
+from mingpt.text.token_file import Tokens
 from mingpt.text.tokenizer import stream_text
 from model import GPT
 
@@ -40,14 +47,20 @@ def build_parser() -> argparse.ArgumentParser:
         "gpt2_train_cfg.yaml",
     )
     parser.add_argument("--best", action="store_true", help="the snapshot with the lowest validation loss of a folder")
-    parser.add_argument("--prompt", help="text to continue; default: a line break, or the first character")
+    parser.add_argument("--prompt", help="text to continue; default: the end of a document, or the first character")
     parser.add_argument("--num_samples", type=int, default=1, help="texts to generate")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: only the most likely token")
     parser.add_argument("--top_k", type=int, help="sample from the k most likely tokens")
     parser.add_argument("--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to p")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random numbers")
-    parser.add_argument("--evaluate", metavar="TEXT", help="print the loss on a text instead: a file, a glob or a URL")
+    parser.add_argument("--ignore_end", action="store_true", help="generate other documents after the end of one")
+    parser.add_argument(
+        "--evaluate",
+        metavar="TEXT",
+        help="print the loss on a text, or on val.bin of a folder, instead",
+    )
+    parser.add_argument("--field", default="text", help="field of JSON lines and rows of --evaluate")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser
 
@@ -65,11 +78,28 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--device is cuda, but PyTorch sees no CUDA GPU here; set it to cpu")
 
 
-def evaluate(pretrained: Pretrained, model: GPT, text: str, device: str) -> str:
-    """Returns the mean loss over all windows of a text, in the run's precision, like an evaluation of main.py."""
-    tokens = pretrained.tokenizer.encode(text, "--evaluate")
+def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[Tokens, float]:
+    """Returns the tokens of a text or of a folder's validation part, and its length in UTF-8.
+
+    Raises:
+        UserError: it can't be read, or it has other tokens than the model.
+    """
+    tokenizer = pretrained.tokenizer
+    if is_token_folder(path):
+        corpus = open_folder(Path(path), DataConfig(block_size=1))
+        if corpus.tokenizer.vocabulary != tokenizer.vocabulary:
+            raise UserError(f"--evaluate: {path} has the tokens of another tokenizer than the snapshot; name its text")
+        return corpus.validation, corpus.validation_bytes
+    pieces = (("", piece) for piece in Texts([path], "--evaluate", field).pieces())
+    encoded = list(encode_pieces(pieces, tokenizer, tokenizer.document_end, "--evaluate"))
+    tokens = np.concatenate([np.zeros(0, np.uint8), *(tokens for _, _, tokens in encoded)])
     if len(tokens) < 2:
-        raise UserError("--evaluate: the text has one token, but needs a second one as its target")
+        raise UserError(f"--evaluate: the text has {len(tokens)} tokens, but needs 2, since the second is a target")
+    return tokens, sum(len(piece.encode()) for _, piece, _ in encoded)
+
+
+def evaluate(pretrained: Pretrained, model: GPT, tokens: Tokens, num_bytes: float, device: str) -> str:
+    """Returns the mean loss over all windows of a text, in the run's precision, like an evaluation of main.py."""
     data = ValidationDataset(tokens, model.config.block_size)
     dtype = DTYPES[pretrained.snapshot.get("choices", {}).get("precision", "fp32")]  # transformers' weights have none
     total, count = 0.0, 0
@@ -80,7 +110,7 @@ def evaluate(pretrained: Pretrained, model: GPT, text: str, device: str) -> str:
             total += model.eval()(idx.to(device), targets.to(device))[1].item() * number
             count += number
     nats = total / count
-    bits = nats / math.log(2) * len(tokens) / len(text.encode())
+    bits = nats / math.log(2) * len(tokens) / num_bytes
     return f"{nats:.4f} nats per token, {bits:.4f} bits per byte, {len(tokens):,} tokens"
 
 
@@ -96,17 +126,20 @@ def run(argv: Sequence[str]) -> None:
     torch.set_num_threads(threads)
     model = pretrained.build_model().to(args.device)
     if args.evaluate is not None:
-        print(evaluate(pretrained, model, read_text(args.evaluate, "--evaluate"), args.device))
+        print(evaluate(pretrained, model, *read_tokens(pretrained, args.evaluate, args.field), args.device))
         return
     tokenizer = pretrained.tokenizer
     prompt = args.prompt or tokenizer.default_prompt
     prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()
+    end = None
+    if tokenizer.end_of_text and not args.ignore_end:
+        end = int(tokenizer.token_of(tokenizer.end_of_text)[0])
     idx = torch.tensor([prompt_tokens], device=args.device)  # (1, T)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     for number in range(args.num_samples):
         print(SEPARATOR if number > 0 else "", prompt, sep="", end="", flush=True)
         tokens = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator)
-        for text in stream_text(tokenizer, prompt_tokens, map(int, tokens)):
+        for text in stream_text(tokenizer, prompt_tokens, takewhile(lambda token: token != end, map(int, tokens))):
             print(text, end="", flush=True)
     if sys.stdout.isatty():  # so that the shell's prompt starts on a new line
         print()

@@ -90,7 +90,7 @@ class Trainer:
         config, known_tokenizer = adopt_snapshot(config, context, self.resumed)
         self.config = config
 
-        self.corpus = load_corpus(config, context, known_tokenizer, is_new=newest is None)
+        self.corpus = load_corpus(config, context, known_tokenizer, newest is None, self.snapshots.is_writer)
         tokenizer = self.corpus.tokenizer
         self.train_data = CharDataset(self.corpus.training, config.data.block_size, config.trainer.seed)
         self.val_data = ValidationDataset(self.corpus.validation, config.data.block_size, config.trainer.eval_windows)
@@ -283,7 +283,7 @@ class Trainer:
             **self.corpus.tokenizer.snapshot_entries(),
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
-            "text_sha256": self.corpus.sha256,
+            **self.corpus.identity,
             "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
             "param_groups": self.strategy.changed_groups(),

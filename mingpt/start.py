@@ -21,7 +21,8 @@ from mingpt.snapshot.folder import open_folders
 from mingpt.snapshot.format import KEPT_KEYS, split_header
 from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load_pretrained
 from mingpt.system.device import tune_malloc
-from mingpt.text.corpus import Corpus, check_text, read_corpus
+from mingpt.text.corpus import Corpus, is_token_folder, open_folder, write_run_tokens
+from mingpt.text.files import find_files
 from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
 
@@ -41,9 +42,16 @@ def prepare_run(config: Config, context: DistributedContext) -> None:
     refuse(find_start_conflicts(config, context.world_size, context.device.type))
     with shared_errors(context):
         if context.local_rank == 0:
-            write_default_text(config)
-            check_text(config.data.path)
+            if not is_token_folder(str(tokens_folder(config))):
+                write_default_text(config)
+                find_files(config.data.path, "data.path")
             open_folders(config.trainer)
+
+
+def tokens_folder(config: Config) -> Path:
+    """Returns the folder of the tokens: data.path, or one in the run folder for the tokens of a text."""
+    path = config.data.path
+    return Path(path) if is_token_folder(path) else Path(config.trainer.run_dir, "data")
 
 
 @cache  # an edit while the process runs does not change the code that it has imported
@@ -119,19 +127,26 @@ def adopt_snapshot(
     return config, restore_tokenizer(header)
 
 
-def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenizer, is_new: bool = False) -> Corpus:
-    """Returns the tokens of the training and the validation text. Each rank reads a text file, or opens token files.
+def load_corpus(
+    config: Config, context: DistributedContext, tokenizer: Tokenizer, is_new: bool, is_writer: bool
+) -> Corpus:
+    """Returns the tokens of the training and the validation text. The first start of a run writes those of a text.
 
     Args:
         tokenizer: of the run or of trainer.init_from; a folder must have the same one
         is_new: whether the run is new, so that the text may add characters to the vocabulary
+        is_writer: whether this rank writes to its run folder
 
     Raises:
         UserError: on all ranks, if the text can't be read on one of them, if it has other tokens, or if their texts
             differ.
     """
+    folder = tokens_folder(config)
     with shared_errors(context):
-        corpus = read_corpus(config, tokenizer)
+        if is_writer and not is_token_folder(config.data.path):
+            write_run_tokens(config.data, folder, tokenizer, is_new)
+    with shared_errors(context):
+        corpus = open_folder(folder, config.data)
         known = tokenizer.vocabulary
         found = corpus.tokenizer.vocabulary
         may_differ = is_new and (not known or (isinstance(known, str) and isinstance(found, str)))
@@ -142,7 +157,8 @@ def load_corpus(config: Config, context: DistributedContext, tokenizer: Tokenize
                 f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
                 f"tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
             )
-    check_equal(context, {"the text's SHA-256": corpus.sha256})
+    tokenizer_digest = hashlib.sha256(corpus.tokenizer.to_json().encode()).hexdigest()
+    check_equal(context, {**corpus.identity, "the tokenizer's SHA-256": tokenizer_digest})
     return corpus
 
 

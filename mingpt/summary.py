@@ -67,7 +67,7 @@ def changed_values(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _comparable(header: dict[str, Any]) -> dict[str, Any]:
     choices = {name: header["choices"][name] for name in ("hardware", "pytorch")}
-    text = {"the text's SHA-256": header["text_sha256"]}
+    text = {"the text's SHA-256": header["text_sha256"], "the training part": header["train_split"]}
     return keys_without_places(header["config"]) | header["code"] | text | choices
 
 

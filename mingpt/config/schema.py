@@ -65,6 +65,9 @@ class DataConfig:
     path: PathText = "data/input.txt"
     """UTF-8 text: a file, a glob (files in sorted order) or an fsspec URL; or a folder of data/prepare.py"""
 
+    field: Text = "text"
+    """field with the texts of JSON lines and of parquet rows"""
+
     block_size: PositiveInt = 64
     """tokens in the model's context window (T)"""
 
@@ -72,7 +75,7 @@ class DataConfig:
     """fraction of the text to train on; the rest is for validation. A folder has its own"""
 
     truncate: float | None = Field(default=None, gt=0, le=1)
-    """fraction of the text to use, from its start; of a folder, only of the training part; null: all"""
+    """fraction of the training part to use, from its start; null: all"""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mingpt.config.schema import ModelConfig
 from mingpt.errors import UserError
 from mingpt.text.files import readable
-from mingpt.text.tokenizer import parse_tokenizer
+from mingpt.text.tokenizer import read_tokenizer
 
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 GELU_APPROXIMATE = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}  # by activation_function
@@ -62,7 +62,7 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
 
         config = json.loads((folder / "config.json").read_text())
         model, block_size = model_section(config, f"{option}: {folder}/config.json")
-        tokenizer = parse_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer = read_tokenizer(str(folder))
         files = folder.glob("model*.safetensors")  # a large model has several
         stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
@@ -75,7 +75,8 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
-    return {"config": sections, **tokenizer.snapshot_entries(), "model": weights, "optimizer": {}}
+    entries = tokenizer.snapshot_entries() | {"end_of_text": tokenizer.document_end}
+    return {"config": sections, **entries, "model": weights, "optimizer": {}}
 
 
 def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], int]:

@@ -1,4 +1,4 @@
-"""The tokens that a run trains on and validates on: of a text, which is read, or of a folder of data/prepare.py."""
+"""The tokens that a run trains on and validates on: files of data/prepare.py, which the start of a run also writes."""
 
 import hashlib
 import json
@@ -6,18 +6,18 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from char_dataset import train_val_split
-from mingpt.config.schema import Config, DataConfig
+from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
-from mingpt.text.files import find_files, open_text, readable
-from mingpt.text.token_file import TokenFile, Tokens
-from mingpt.text.tokenizer import Tokenizer, parse_tokenizer
-
-DECODED_TOKENS = 1_000_000  # from which the bytes per token of a text are estimated
+from mingpt.text.documents import Texts
+from mingpt.text.files import find_files, readable
+from mingpt.text.prepare import prepare
+from mingpt.text.token_file import TokenFile
+from mingpt.text.tokenizer import Tokenizer, parse_tokenizer, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class Corpus:
     """A text as tokens, in two parts.
 
     Attributes:
-        validation_bytes: length of the validation text in UTF-8
-        sha256: identifies the text, and the tokens of a folder
+        tokenizer: `CharTokenizer` or `JSONTokenizer`
+        validation_bytes: length of the validation text in UTF-8; nan: unknown
+        identity: entries of snapshots that identify the text and its training part
     """
 
     tokenizer: Tokenizer
-    training: Tokens
-    validation: Tokens
+    training: TokenFile
+    validation: TokenFile
     validation_bytes: float
-    sha256: str
+    identity: dict[str, Any]
 
     def bits_per_byte(self, loss: float) -> float:
         """Converts the mean loss of the validation tokens from nats per token to bits per byte of their text.
@@ -43,90 +44,95 @@ class Corpus:
         return loss / math.log(2) * len(self.validation) / self.validation_bytes
 
 
-def check_text(path: str) -> None:
-    """Raises a UserError if a path does not lead to a text or to tokens."""
-    if "://" in path:
-        logger.info(f"requesting {path}")  # a server may take minutes to answer
-    if not is_token_folder(path):
-        find_files(path, "data.path")
-
-
 def is_token_folder(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "train.bin"))
 
 
-def read_corpus(config: Config, tokenizer: Tokenizer) -> Corpus:
-    """Returns the tokens of data.path.
+def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_new: bool) -> None:
+    """Writes the tokens of a run's text into its folder, unless they are there.
 
     Args:
-        tokenizer: of a text file, whose new characters it gets; a folder has its own
+        tokenizer: of the run or of trainer.init_from
+        is_new: whether the run is new: it writes tokens again, and may add characters to the vocabulary
 
     Raises:
-        UserError: data.path can't be used, or a part is shorter than a window and its last target.
+        UserError: the text can't be used, or the folder has the tokens of another one.
     """
-    data = config.data
-    corpus = _open_folder(config) if is_token_folder(data.path) else _read_text(data, tokenizer)
-    for name, part in (("training", corpus.training), ("validation", corpus.validation)):
-        if len(part) < data.block_size + 1:
+    source = {"path": config.path, "field": config.field, "train_split": config.train_split}
+    if is_token_folder(str(folder)) and not is_new:
+        _check_source(json.loads((folder / "meta.json").read_text())["source"], source, folder)
+        return
+    (folder / "train.bin").unlink(missing_ok=True)
+    prepare(
+        Texts([config.path], "data.path", config.field),
+        folder,
+        config.train_split,
+        lambda measured: tokenizer.extended(measured.characters) if is_new else tokenizer,
+        source | {"files": _stamps(config.path)},
+    )
+
+
+def _check_source(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raises a UserError if a run has the tokens of another text, and warns if the text has changed."""
+    for key, value in now.items():
+        if then[key] != value:
             raise UserError(
-                f"data.block_size: the {name} part of {data.path} has {len(part)} tokens, but a window needs "
-                f"block_size + 1 = {data.block_size + 1}; lower data.block_size, use more text, or split it in another "
-                f"way (data.train_split is {data.train_split}; data/prepare.py has --train_split)"
+                f"data.{key} is {value}, but this run trains on the tokens of {then[key]} in {folder}; set it to "
+                f"{then[key]}, or set another trainer.run_dir to start a new run"
             )
-    return corpus
+    try:
+        has_changed = _stamps(now["path"]) != then["files"]
+    except UserError:  # it is gone
+        return
+    if has_changed:
+        logger.warning(f"data.path: {now['path']} has changed; this run keeps its tokens in {folder}")
 
 
-def read_text(path: str, key: str) -> str:
-    """Returns the text of a file, a glob or a URL, for a key or an option; raises a UserError if there is none."""
-    fs, names = find_files(path, key)
-    text = ""
-    for name in names:
-        with readable(name, key), open_text(fs, name) as file:
-            text += file.read()
-    if not text:
-        raise UserError(f"{key}: {path} is empty; name a file that contains text")
-    return text
+def _stamps(path: str) -> list[list[Any]]:
+    """Returns name, size and modification time of the files of a text."""
+    fs, names = find_files(path, "data.path")
+    infos = map(fs.info, names)
+    return [[info["name"], info["size"], str(info.get("mtime"))] for info in infos]
 
 
-def _read_text(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    text = read_text(config.path, "data.path")
-    tokenizer = tokenizer.extended(text)
-    training, validation = train_val_split(tokenizer.encode(text, "data.path"), config)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Corpus(tokenizer, training, validation, len(tokenizer.decode(validation).encode()), digest)
+def open_folder(folder: Path, config: DataConfig) -> Corpus:
+    """Opens the files of data/prepare.py, or of nanoGPT, which have no meta.json and tokens of 16 bits.
 
-
-def _open_folder(config: Config) -> Corpus:
-    """Opens the files of data/prepare.py, or of nanoGPT, which have no meta.json and tokens of 16 bits."""
-    data = config.data
-    folder = Path(data.path)
+    Raises:
+        UserError: a file can't be used, or a part is shorter than a window and its last target.
+    """
     if not (folder / "tokenizer.json").exists():
         raise UserError(
             f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. nanoGPT uses GPT-2's "
             "(docs/tokens.md)"
         )
-    with readable(data.path, "data.path"):
+    with readable(str(folder), "data.path"):
         meta_file = folder / "meta.json"
         meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        tokenizer = parse_tokenizer(text)
+        if meta:
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            tokenizer = parse_tokenizer(text, meta["end_of_text"])
+        else:
+            tokenizer = read_tokenizer(str(folder))
         dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
         parts = {part: TokenFile(folder / f"{part}.bin", dtype, tokenizer.vocab_size) for part in ("train", "val")}
-    for part, tokens in parts.items():
-        if meta and len(tokens) != (expected := meta[part]["tokens"]):
-            raise UserError(
-                f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; copy "
-                "or write it again"
-            )
+    lengths = {part: len(tokens) for part, tokens in parts.items()}
     training = parts["train"]
-    validation = parts["val"]
-    # Files without a digest are identified by their lengths.
-    identity = json.dumps([text, *(meta.get(part, len(tokens)) for part, tokens in parts.items())])
-    if meta:
-        size = meta["val"]["bytes"]
-    else:
-        sample = validation[:DECODED_TOKENS]
-        size = len(tokenizer.decode(sample).encode()) * len(validation) / len(sample)
-    if data.truncate is not None:
-        training.length = round(len(training) * data.truncate)
-    return Corpus(tokenizer, training, validation, size, hashlib.sha256(identity.encode()).hexdigest())
+    if config.truncate is not None:
+        training.length = round(len(training) * config.truncate)
+    for part, tokens in parts.items():
+        if meta and lengths[part] != (expected := meta[part]["tokens"]):
+            raise UserError(
+                f"data.path: {tokens.path} has {lengths[part]} tokens, but {expected} according to meta.json; copy or "
+                "write it again"
+            )
+        if len(tokens) < config.block_size + 1:
+            raise UserError(
+                f"data.block_size: {tokens.path} has {len(tokens)} tokens, but a window needs block_size + 1 = "
+                f"{config.block_size + 1}; lower data.block_size, use more text, or split it in another way "
+                f"(data.train_split is {config.train_split}; data/prepare.py has --train_split)"
+            )
+    digest = meta["text_sha256"] if meta else hashlib.sha256(json.dumps(lengths).encode()).hexdigest()
+    identity = {"text_sha256": digest, "train_split": meta.get("train_split")}
+    size = meta["val"]["bytes"] if meta else math.nan
+    return Corpus(tokenizer, training, parts["val"], size, identity)

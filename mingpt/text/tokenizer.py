@@ -1,25 +1,25 @@
 """Text <-> tokens: characters, or the tokens of a tokenizer.json. The last line selects the tokenizer of text files.
 
-A tokenizer has `vocabulary`, `vocab_size` and `default_prompt`, and the methods of CharTokenizer.
+A tokenizer has the attributes and methods of CharTokenizer.
 """
 
 import json
-import re
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
+import fsspec
 import numpy as np
 
 from mingpt.errors import UserError
 from mingpt.text.files import readable
 
-PIECE_SIZE = 1 << 14  # characters of a long text that are encoded at once
-BATCH_SIZE = 256  # pieces that all cores encode together; their tokens take some 100 MB
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # tokens of GPT-2, Llama 3, Llama 2 and Gemma
-LAST_WORD = re.compile(r"(?s).*\S(?=\s\S)")  # up to the last word that is followed by one blank and another word
+
+
+ADDING = ("truncation", "padding", "post_processor")  # parts of a tokenizer.json that add or remove tokens of a text
 
 
 class CharTokenizer:
@@ -27,17 +27,34 @@ class CharTokenizer:
 
     Attributes:
         vocabulary: the characters in the order of their tokens; `CharTokenizer(vocabulary)` rebuilds the tokenizer
+        end_of_text: the token that ends each document of the training text; None: the text is one document
     """
 
-    def __init__(self, vocabulary: str = "") -> None:
+    document_end: str | None = "\n"  # what can end a document
+
+    def __init__(self, vocabulary: str = "", end_of_text: str | None = None) -> None:
         self.vocabulary = vocabulary
         self.vocab_size = len(vocabulary)
-        self.default_prompt = vocabulary[:1]  # usually a line break
-        self.end_of_text: str | None = None  # see JSONTokenizer
+        self.end_of_text = end_of_text
+        self.default_prompt = end_of_text or vocabulary[:1]  # usually a line break
 
-    def extended(self, text: str) -> "CharTokenizer":
+    def extended(self, characters: set[str]) -> "CharTokenizer":
         """Returns a tokenizer with the new characters of a training text, which may have other tokens."""
-        return CharTokenizer("".join(sorted({*self.vocabulary, *text})))
+        return CharTokenizer("".join(sorted({*self.vocabulary} | characters)))
+
+    def token_of(self, name: str) -> np.ndarray:
+        """Returns the token with a name in the vocabulary, (1,)."""
+        return self.encode(name, "")
+
+    @cached_property
+    def _characters(self) -> set[str]:
+        return {*self.vocabulary}
+
+    @cached_property
+    def _token_of_code(self) -> np.ndarray:
+        tokens = np.zeros(sys.maxunicode + 1, dtype=np.min_scalar_type(self.vocab_size - 1))
+        tokens[_code_points(self.vocabulary)] = range(self.vocab_size)
+        return tokens
 
     def encode(self, text: str, source: str) -> np.ndarray:
         """Returns the tokens of a text, (n,), as the smallest unsigned integers.
@@ -48,14 +65,12 @@ class CharTokenizer:
         Raises:
             UserError: a character is not in the vocabulary.
         """
-        if unknown := {*text} - {*self.vocabulary}:
+        if unknown := {*text} - self._characters:
             raise UserError(
                 f"{source}: the tokens {show_tokens(unknown)} are not in the training text's vocabulary, "
                 f"{show_tokens(self.vocabulary)}"
             )
-        token_of_code = np.zeros(sys.maxunicode + 1, dtype=np.min_scalar_type(self.vocab_size - 1))
-        token_of_code[_code_points(self.vocabulary)] = range(self.vocab_size)
-        return token_of_code[_code_points(text)]
+        return self._token_of_code[_code_points(text)]
 
     def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
         """Returns the tokens of each piece of a text."""
@@ -79,45 +94,56 @@ class CharTokenizer:
 
     def snapshot_entries(self) -> dict[str, Any]:
         """Returns what a snapshot contains, for `restore_tokenizer`."""
-        return {"vocabulary": self.vocabulary, "tokenizer": None, "vocab_size": self.vocab_size}
+        return {
+            "vocabulary": self.vocabulary,
+            "tokenizer": None,
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
 
 
 class JSONTokenizer:
-    """The tokenizer of a tokenizer.json, like GPT-2's, in Hugging Face's tokenizers.
+    """The tokenizer of a tokenizer.json, like GPT-2's, in Hugging Face's tokenizers. It adds no tokens to a text.
 
     Attributes:
         vocabulary: the strings of the tokens, in the order of their numbers
-        end_of_text: the token after a document, one of END_OF_TEXT; None: the tokenizer has none
+        text: the tokenizer.json
+        end_of_text: the token that ends each document of the training text; None: the text is one document
 
     Raises:
         ImportError: tokenizers is not installed.
         Exception: the text is not a tokenizer.json; tokenizers raises nothing narrower.
     """
 
-    default_prompt = "\n"
-
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, end_of_text: str | None = None) -> None:
         from tokenizers import Tokenizer  # noqa: PLC0415 - optional
 
+        content = json.loads(text)
+        if any(content.get(name) for name in ADDING):
+            text = json.dumps(content | dict.fromkeys(ADDING), ensure_ascii=False)
         self.tokenizer = Tokenizer.from_str(text)
         self.text = text
-        if self.tokenizer.truncation or self.tokenizer.padding:
-            self.tokenizer.no_truncation()
-            self.tokenizer.no_padding()
-            self.text = self.tokenizer.to_str()
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.vocabulary = [self.tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
-        self.end_of_text = next((token for token in END_OF_TEXT if token in self.vocabulary), None)
+        self.end_of_text = end_of_text
+        self.document_end = end_of_text or next((token for token in END_OF_TEXT if token in self.vocabulary), None)
+        self.default_prompt = end_of_text or "\n"
+        # It makes no table of positions, and is new in tokenizers 0.20.
+        self.encode_pieces = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
 
-    def extended(self, text: str) -> "JSONTokenizer":
+    def extended(self, characters: set[str]) -> "JSONTokenizer":
         return self  # its vocabulary is fixed
 
+    def token_of(self, name: str) -> np.ndarray:
+        return np.array([self.tokenizer.token_to_id(name)])
+
     def encode(self, text: str, source: str) -> np.ndarray:
-        return np.concatenate(self.encode_batch(list(cut([text])) or [""], source))
+        return self.encode_batch([text], source)[0]
 
     def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
         """Returns the tokens of each piece of a text. Names of special tokens in it are these tokens."""
-        encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
+        with readable("a text", source):
+            encodings = self.encode_pieces(pieces, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.min_scalar_type(self.vocab_size - 1)) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -127,47 +153,62 @@ class JSONTokenizer:
         return self.text
 
     def snapshot_entries(self) -> dict[str, Any]:
-        return {"vocabulary": "", "tokenizer": self.text, "vocab_size": self.vocab_size}
+        return {
+            "vocabulary": "",
+            "tokenizer": self.text,
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
 
 
 Tokenizer = CharTokenizer | JSONTokenizer
 
 
 @cache  # weights, snapshot and token files may have the same one; GPT-2's takes 0.13 s
-def parse_tokenizer(text: str) -> Tokenizer:
+def parse_tokenizer(text: str, end_of_text: str | None = None) -> Tokenizer:
     """Returns the tokenizer of a tokenizer.json. Characters do not need Hugging Face's tokenizers.
+
+    Args:
+        end_of_text: what ends a document
 
     Raises:
         Exception: the text is not a tokenizer.json, or tokenizers is not installed.
     """
     model = json.loads(text)["model"]
-    if model["type"] == "WordLevel":
+    if model.get("type") == "WordLevel":  # GPT-2's own file is older than this key
         characters = sorted(model["vocab"], key=model["vocab"].get)
         if max(map(len, characters)) == 1:
-            return CharTokenizer("".join(characters))
-    return JSONTokenizer(text)
+            return TextTokenizer("".join(characters), end_of_text)
+    return JSONTokenizer(text, end_of_text)
+
+
+def read_tokenizer(path: str, end_of_text: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json, or of a folder that has one; may be a URL.
+
+    Args:
+        end_of_text: what ends documents; None: one of END_OF_TEXT, or `eos_token` of a tokenizer_config.json beside it
+
+    Raises:
+        Exception: it can't be read, or tokenizers is not installed.
+    """
+    fs, name = fsspec.url_to_fs(path)
+    if fs.isdir(name):
+        name = f"{name}/tokenizer.json"
+    text = fs.cat_file(name).decode()
+    tokenizer = parse_tokenizer(text, end_of_text)
+    config = f"{name.rpartition('/')[0]}/tokenizer_config.json"
+    if tokenizer.document_end is None and fs.exists(config):
+        eos_token = json.loads(fs.cat_file(config)).get("eos_token")
+        tokenizer = parse_tokenizer(text, eos_token["content"] if isinstance(eos_token, dict) else eos_token)
+    return tokenizer
 
 
 def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:
     """Returns the tokenizer of a snapshot; raises a UserError if tokenizers is not installed."""
     if header["tokenizer"] is None:
-        return TextTokenizer(header["vocabulary"])
+        return TextTokenizer(header["vocabulary"], header["end_of_text"])
     with readable("its tokenizer", "snapshot"):
-        return parse_tokenizer(header["tokenizer"])
-
-
-def cut(chunks: Iterable[str]) -> Iterator[str]:
-    """Cuts a text, which comes in chunks, into pieces of PIECE_SIZE. No token of GPT-2's rules crosses their ends."""
-    rest = ""
-    for chunk in chunks:
-        rest += chunk
-        while len(rest) > PIECE_SIZE:
-            word = LAST_WORD.match(rest, 0, PIECE_SIZE)
-            end = word.end() if word else PIECE_SIZE
-            yield rest[:end]
-            rest = rest[end:]
-    if rest:
-        yield rest
+        return parse_tokenizer(header["tokenizer"], header["end_of_text"])
 
 
 def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
