@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from mingpt.nn.layers import IGNORE_INDEX
 from mingpt.text.permutation import hash64, permute
-from mingpt.text.token_file import Tokens
 
 
 class WindowDataset(Dataset):
@@ -58,12 +57,12 @@ class CharDataset(WindowDataset):
     `dataset[range(7, 9)]` is a batch of two samples, of any epoch; `dataset[4]` is one sample, of the first epoch.
 
     Args:
-        tokens: (n,) training text, n > block_size; an array, or a TokenFile, which reads the indexed tokens only
+        tokens: (n,) training text, n > block_size; may be a memory map
         block_size: tokens in a window (T)
         seed: determines orders and offsets
     """
 
-    def __init__(self, tokens: Tokens, block_size: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: int) -> None:
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
@@ -107,7 +106,7 @@ class ValidationDataset(WindowDataset):
         max_windows: maximum number of windows, evenly spread over the text; None: all windows
     """
 
-    def __init__(self, tokens: Tokens, block_size: int, max_windows: int | None = None) -> None:
+    def __init__(self, tokens: np.ndarray, block_size: int, max_windows: int | None = None) -> None:
         self.tokens = tokens
         self.block_size = block_size
         self.num_windows_in_text = math.ceil((len(tokens) - 1) / block_size)

@@ -30,7 +30,6 @@ from mingpt.system.torch_versions import check_torch
 from mingpt.text.corpus import is_token_folder, open_folder
 from mingpt.text.documents import Texts
 from mingpt.text.prepare import encode_pieces
-from mingpt.text.token_file import Tokens
 from mingpt.text.tokenizer import stream_text
 from model import GPT
 
@@ -78,7 +77,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise UserError("--device is cuda, but PyTorch sees no CUDA GPU here; set it to cpu")
 
 
-def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[Tokens, float]:
+def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[np.ndarray, float]:
     """Returns the tokens of a text or of a folder's validation part, and its length in UTF-8.
 
     Raises:
@@ -90,15 +89,14 @@ def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[Tokens, 
         if corpus.tokenizer.vocabulary != tokenizer.vocabulary:
             raise UserError(f"--evaluate: {path} has the tokens of another tokenizer than the snapshot; name its text")
         return corpus.validation, corpus.validation_bytes
-    pieces = (("", piece) for piece in Texts([path], "--evaluate", field).pieces())
-    encoded = list(encode_pieces(pieces, tokenizer, tokenizer.document_end, "--evaluate"))
-    tokens = np.concatenate([np.zeros(0, np.uint8), *(tokens for _, _, tokens in encoded)])
-    if len(tokens) < 2:
-        raise UserError(f"--evaluate: the text has {len(tokens)} tokens, but needs 2, since the second is a target")
-    return tokens, sum(len(piece.encode()) for _, piece, _ in encoded)
+    encoded = list(encode_pieces(Texts([path], "--evaluate", field).pieces(), tokenizer, "--evaluate"))
+    length = sum(len(tokens) for _, tokens in encoded)
+    if length < 2:
+        raise UserError(f"--evaluate: the text has {length} tokens, but needs 2, since the second is a target")
+    return np.concatenate([tokens for _, tokens in encoded]), sum(len(piece.encode()) for piece, _ in encoded)
 
 
-def evaluate(pretrained: Pretrained, model: GPT, tokens: Tokens, num_bytes: float, device: str) -> str:
+def evaluate(pretrained: Pretrained, model: GPT, tokens: np.ndarray, num_bytes: float, device: str) -> str:
     """Returns the mean loss over all windows of a text, in the run's precision, like an evaluation of main.py."""
     data = ValidationDataset(tokens, model.config.block_size)
     dtype = DTYPES[pretrained.snapshot.get("choices", {}).get("precision", "fp32")]  # transformers' weights have none
@@ -133,7 +131,7 @@ def run(argv: Sequence[str]) -> None:
     prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()
     end = None
     if tokenizer.end_of_text and not args.ignore_end:
-        end = int(tokenizer.token_of(tokenizer.end_of_text)[0])
+        end = tokenizer.vocabulary.index(tokenizer.end_of_text)
     idx = torch.tensor([prompt_tokens], device=args.device)  # (1, T)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     for number in range(args.num_samples):

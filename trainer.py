@@ -34,6 +34,7 @@ from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weig
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.run_lock import RunLock
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
+from mingpt.text.tokenizer import snapshot_entries
 
 
 class StepResult(NamedTuple):
@@ -280,7 +281,7 @@ class Trainer:
             "format": FORMAT_VERSION,
             **asdict(self.progress),
             "config": config_to_dict(self.config),
-            **self.corpus.tokenizer.snapshot_entries(),
+            **snapshot_entries(self.corpus.tokenizer),
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
             **self.corpus.identity,

@@ -10,6 +10,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # Python looks for modules in the folder of the script
@@ -17,14 +18,27 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.text.documents import Texts
 from mingpt.text.files import readable
-from mingpt.text.prepare import Measured, prepare, split_pieces
+from mingpt.text.prepare import prepare, split_at
 from mingpt.text.tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, Tokenizer, read_tokenizer
 
 SMALLEST = 257  # tokens: all bytes, and the end of a document
 
 
-def train_tokenizer(texts: Iterator[str], size: int) -> JSONTokenizer:
-    """Returns a byte-level byte-pair encoding with GPT-2's rules and at most `size` tokens."""
+def first_characters(pieces: Iterator[str], length: int) -> Iterator[str]:
+    """Yields the pieces that the first `length` characters of a text consist of."""
+    for piece in split_at(pieces, length):
+        if length <= 0:
+            return
+        yield piece
+        length -= len(piece)
+
+
+def train_tokenizer(pieces: Iterator[str], length: int, size: int) -> JSONTokenizer:
+    """Returns a byte-level byte-pair encoding of the first `length` characters, with GPT-2's rules.
+
+    Args:
+        size: maximum number of tokens
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - optional
 
     tokenizer = Tokenizer(models.BPE())
@@ -34,20 +48,19 @@ def train_tokenizer(texts: Iterator[str], size: int) -> JSONTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END_OF_TEXT[0]], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(first_characters(pieces, length), trainer)
     return JSONTokenizer(tokenizer.to_str())
 
 
-def find_tokenizer(args: argparse.Namespace, texts: Texts, measured: Measured) -> Tokenizer:
+def find_tokenizer(args: argparse.Namespace, texts: Texts, characters: set[str], train_length: int) -> Tokenizer:
     """Returns the tokenizer that --tokenizer asks for; raises a UserError if there is none."""
     kind = args.tokenizer
     if kind == "char":
-        return CharTokenizer().extended(measured.characters)
+        return CharTokenizer().extended(characters)
     try:
         with readable(kind, "--tokenizer"):
             if kind.isdecimal() and int(kind) >= SMALLEST:
-                parts = split_pieces(texts.pieces(), int(measured.length * args.train_split))
-                return train_tokenizer((piece for part, piece in parts if part == "train"), int(kind))
+                return train_tokenizer(texts.pieces(), train_length, int(kind))
             return read_tokenizer(kind, args.end_of_text)
     except UserError as error:
         raise UserError(
@@ -82,7 +95,7 @@ def run(argv: Sequence[str]) -> None:
         raise UserError(f"--out: {args.out} has a train.bin already; name another folder")
     texts = Texts(args.texts, "TEXT", args.field)
     try:
-        meta = prepare(texts, args.out, args.train_split, lambda measured: find_tokenizer(args, texts, measured))
+        meta = prepare(texts, args.out, args.train_split, partial(find_tokenizer, args, texts))
     except OSError as error:
         raise UserError(f"--out: {args.out} can't be written: {error}; name a folder that you may write to") from error
     options = shlex.join(["--data.path", str(args.out), "--trainer.run_dir", f"runs/{args.out.name}"])

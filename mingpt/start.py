@@ -183,5 +183,11 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, cor
             path = config.trainer.init_from
             if path is None:
                 return model.state_dict()
-            return load_initial_weights(load_pretrained(path, "trainer.init_from"), path, model, corpus.tokenizer)
+            pretrained = load_pretrained(path, "trainer.init_from")
+            then = pretrained.snapshot
+            now = corpus.identity
+            is_same_text = then.get("text_sha256", "") == now["text_sha256"]
+            if is_same_text and then["train_split"] != now["train_split"]:
+                logger.warning(f"{path} has trained on another part of the text, maybe on what is for validation here")
+            return load_initial_weights(pretrained, path, model, corpus.tokenizer)
     return {}

@@ -7,7 +7,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from char_dataset import ValidationDataset
 from mingpt.parallel.strategy import Strategy
-from mingpt.text.token_file import Tokens
 from mingpt.text.tokenizer import Tokenizer
 
 SAMPLE_LENGTH = 100  # tokens after the prompt
@@ -36,7 +35,7 @@ def evaluate(strategy: Strategy, data: ValidationDataset) -> float:
     return ((losses * counts).sum() / counts.sum()).item()
 
 
-def choose_prompt(text: str | None, tokens: Tokens, tokenizer: Tokenizer) -> list[int]:
+def choose_prompt(text: str | None, tokens: np.ndarray, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that samples begin with.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mingpt.config.schema import ModelConfig
 from mingpt.errors import UserError
 from mingpt.text.files import readable
-from mingpt.text.tokenizer import read_tokenizer
+from mingpt.text.tokenizer import read_tokenizer, snapshot_entries
 
 EMBEDDINGS = {"transformer.wte.weight", "lm_head.weight"}  # parameters with a row for each token
 GELU_APPROXIMATE = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}  # by activation_function
@@ -75,7 +75,7 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
-    entries = tokenizer.snapshot_entries() | {"end_of_text": tokenizer.document_end}
+    entries = snapshot_entries(tokenizer) | {"end_of_text": tokenizer.document_end}
     return {"config": sections, **entries, "model": weights, "optimizer": {}}
 
 

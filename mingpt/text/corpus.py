@@ -1,6 +1,5 @@
 """The tokens that a run trains on and validates on: files of data/prepare.py, which the start of a run also writes."""
 
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,6 @@ from mingpt.monitoring.logging import logger
 from mingpt.text.documents import Texts
 from mingpt.text.files import find_files, readable
 from mingpt.text.prepare import prepare
-from mingpt.text.token_file import TokenFile
 from mingpt.text.tokenizer import Tokenizer, parse_tokenizer, read_tokenizer
 
 
@@ -31,8 +29,8 @@ class Corpus:
     """
 
     tokenizer: Tokenizer
-    training: TokenFile
-    validation: TokenFile
+    training: np.ndarray
+    validation: np.ndarray
     validation_bytes: float
     identity: dict[str, Any]
 
@@ -90,8 +88,7 @@ def _check_source(then: dict[str, Any], now: dict[str, Any], folder: Path) -> No
 
 def _stamps(path: str) -> list[list[Any]]:
     """Returns name, size and modification time of the files of a text."""
-    fs, names = find_files(path, "data.path")
-    infos = map(fs.info, names)
+    infos = [file.fs.info(file.path) for file in find_files(path, "data.path")]
     return [[info["name"], info["size"], str(info.get("mtime"))] for info in infos]
 
 
@@ -108,31 +105,30 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
         )
     with readable(str(folder), "data.path"):
         meta_file = folder / "meta.json"
-        meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
-        if meta:
-            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-            tokenizer = parse_tokenizer(text, meta["end_of_text"])
-        else:
-            tokenizer = read_tokenizer(str(folder))
-        dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
-        parts = {part: TokenFile(folder / f"{part}.bin", dtype, tokenizer.vocab_size) for part in ("train", "val")}
-    lengths = {part: len(tokens) for part, tokens in parts.items()}
+        tokenizer = read_tokenizer(str(folder))
+        meta = {"dtype": "uint16", "end_of_text": tokenizer.document_end, "text_sha256": None, "train_split": None}
+        if meta_file.exists():
+            meta = json.loads(meta_file.read_text())
+        tokenizer = parse_tokenizer(tokenizer.to_json(), meta["end_of_text"])
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        parts = {part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")}
+    for part, tokens in parts.items():
+        expected = meta[part]["tokens"] if part in meta else len(tokens)
+        if len(tokens) != expected:
+            raise UserError(
+                f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; copy "
+                "or write it again"
+            )
+    identity = {name: meta[name] for name in ("text_sha256", "train_split")}
+    size = meta["val"]["bytes"] if "val" in meta else math.nan
     training = parts["train"]
     if config.truncate is not None:
-        training.length = round(len(training) * config.truncate)
-    for part, tokens in parts.items():
-        if meta and lengths[part] != (expected := meta[part]["tokens"]):
-            raise UserError(
-                f"data.path: {tokens.path} has {lengths[part]} tokens, but {expected} according to meta.json; copy or "
-                "write it again"
-            )
+        training = training[: round(len(training) * config.truncate)]
+    for name, tokens in (("training", training), ("validation", parts["val"])):
         if len(tokens) < config.block_size + 1:
             raise UserError(
-                f"data.block_size: {tokens.path} has {len(tokens)} tokens, but a window needs block_size + 1 = "
-                f"{config.block_size + 1}; lower data.block_size, use more text, or split it in another way "
+                f"data.block_size: the {name} part of {folder} has {len(tokens)} tokens, but a window needs block_size "
+                f"+ 1 = {config.block_size + 1}; lower data.block_size, use more text, or split it in another way "
                 f"(data.train_split is {config.train_split}; data/prepare.py has --train_split)"
             )
-    digest = meta["text_sha256"] if meta else hashlib.sha256(json.dumps(lengths).encode()).hexdigest()
-    identity = {"text_sha256": digest, "train_split": meta.get("train_split")}
-    size = meta["val"]["bytes"] if meta else math.nan
     return Corpus(tokenizer, training, parts["val"], size, identity)

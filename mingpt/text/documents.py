@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
+from fsspec.core import OpenFile
 
 from mingpt.errors import UserError
-from mingpt.text.files import find_files, open_text, readable, without_query
+from mingpt.text.files import find_files, readable
 
 PIECE_SIZE = 1 << 14  # characters of a long document that are encoded at once
 PARQUET_BLOCK = 1 << 22  # bytes of a request to a server; a stream could not be read from its end
@@ -22,14 +22,14 @@ LAST_WORD = re.compile(r"(?s).*\S(?=\s\S)")  # up to the last word that is follo
 
 @dataclass(frozen=True)
 class Texts:
-    """The documents of files. Each use reads the files again.
+    """The documents of files, which each use reads again.
 
-    A file of text is one document. A file of JSON lines or a .parquet has a document in a field of each line or row.
+    A file of text is one document. Files of JSON lines and .parquet files have one in a field of each line or row.
 
     Attributes:
-        paths: files, globs or fsspec URLs
+        paths: files, patterns or fsspec URLs
         key: key or option of the paths, for messages
-        field: the field of JSON lines and rows
+        field: the field of lines and rows
     """
 
     paths: Sequence[str]
@@ -42,46 +42,54 @@ class Texts:
         Raises:
             UserError: a file can't be read, is no text, or lacks the field.
         """
-        for number, document in enumerate(self._documents()):
-            if number == 1:
-                yield END_OF_DOCUMENT  # of the first one
-            yield from cut(document)
-            if number > 0:
-                yield END_OF_DOCUMENT
+        files = [file for path in self.paths for file in find_files(path, self.key)]
+        number = 0
+        for file in files:
+            with readable(file.path, self.key):
+                for document in self._documents(file):
+                    if number == 1:
+                        yield END_OF_DOCUMENT  # of the first one
+                    yield from cut(document)
+                    if number > 0:
+                        yield END_OF_DOCUMENT
+                    number += 1
 
-    def _documents(self) -> Iterator[Iterable[str]]:
+    def _documents(self, file: OpenFile) -> Iterator[Iterable[str]]:
         """Yields the chunks of each document."""
-        for path in self.paths:
-            fs, names = find_files(path, self.key)
-            for name in names:
-                with readable(name, self.key):
-                    yield from self._documents_of(fs, name)
-
-    def _documents_of(self, fs: fsspec.AbstractFileSystem, name: str) -> Iterator[Iterable[str]]:
-        suffixes = {*Path(without_query(name)).suffixes}
+        suffixes = {*Path(file.path).suffixes}
         if ".parquet" in suffixes:
             from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - optional
 
-            with fs.open(name, block_size=PARQUET_BLOCK) as content:
-                file = ParquetFile(content)
-                columns = [self.field] if self.field in file.schema_arrow.names else None
-                for batch in file.iter_batches(columns=columns, batch_size=1000):
+            with file.fs.open(file.path, block_size=PARQUET_BLOCK) as content:
+                table = ParquetFile(content)
+                columns = [self.field] if self.field in table.schema_arrow.names else None
+                for batch in table.iter_batches(columns=columns, batch_size=1000):
                     for row in batch.to_pylist():
-                        yield [self._text_of(row, name)]
+                        yield [self._text_of(row, file.path)]
             return
-        with open_text(fs, name) as lines:
+        with file as lines:
             if not suffixes & JSON_LINES:
-                yield map(partial(self._check, name), iter(partial(lines.read, PIECE_SIZE), ""))
+                chunks = iter(partial(lines.read, PIECE_SIZE), "")
+                yield (self._checked(chunk, file.path) for chunk in chunks)
                 return
             for number, line in enumerate(lines, 1):
                 if not line.isspace():
-                    yield [self._text_of(line, f"{name}, line {number},")]
+                    place = f"{file.path}, line {number},"
+                    with readable(place, self.key):
+                        row = json.loads(line)
+                    yield [self._text_of(row, place)]
+
+    def _checked(self, chunk: str, name: str) -> str:
+        """Returns a chunk of a file of text."""
+        if "\0" in chunk or chunk.startswith("version https://git-lfs"):
+            raise UserError(
+                f"{self.key}: {name} is no text, but has NUL characters or is a pointer of Git LFS; unpack an archive, "
+                "run `git lfs pull`, or name the folder of a train.bin"
+            )
+        return chunk
 
     def _text_of(self, row: Any, place: str) -> str:
         """Returns the text of a line of JSON or of a row."""
-        if isinstance(row, str):
-            with readable(place, self.key):
-                row = json.loads(row)
         if not isinstance(row, dict):
             raise UserError(
                 f"{self.key}: {place} is no object of JSON; `jq -c .[] FILE` writes the objects of an array as lines"
@@ -93,17 +101,6 @@ class Texts:
                 "one by data.field or --field"
             )
         return (text or "").encode(errors="replace").decode()  # JSON may have half of a surrogate pair
-
-    def _check(self, name: str, chunk: str) -> str:
-        """Returns a chunk of a file of text; raises a UserError if it is no text."""
-        if "\0" in chunk:
-            raise UserError(
-                f"{self.key}: {name} has NUL characters, so it is no text; unpack an archive, or name the folder of a "
-                "train.bin"
-            )
-        if chunk.startswith("version https://git-lfs"):
-            raise UserError(f"{self.key}: {name} is a pointer of Git LFS; `git lfs pull` loads the file")
-        return chunk
 
 
 def cut(chunks: Iterable[str]) -> Iterator[str]:

@@ -1,18 +1,18 @@
-"""Finds and opens the files of a text."""
+"""Finds the files of a text."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from glob import has_magic
 
 import fsspec
 from fsspec.core import OpenFile
-from fsspec.utils import infer_compression
 
 from mingpt.errors import UserError
 
 
-def find_files(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
-    """Returns the file system of a path (a file, a glob or an fsspec URL), and the names of its files, sorted.
+def find_files(path: str, key: str) -> list[OpenFile]:
+    """Returns the files of a path (a file, a pattern with *, or an fsspec URL), sorted by name.
+
+    They open as text without a byte-order mark, and decompressed if their names end in .gz, .bz2 or .xz.
 
     Args:
         key: key or option of the path, for messages
@@ -20,21 +20,16 @@ def find_files(path: str, key: str) -> tuple[fsspec.AbstractFileSystem, list[str
     Raises:
         UserError: there is no such file, or it is a folder or a pipe.
     """
+    # Not all HTTP servers can send a part of a file; with 0, files are streams.
+    options = {"block_size": 0} if path.startswith("http") else {}
     with readable(path, key):
-        # Not all HTTP servers can send a part of a file; with 0, files are streams.
-        options = {"block_size": 0} if path.startswith("http") else {}
-        fs, root = fsspec.url_to_fs(path, **options)
-        names = [root]
-        if has_magic(path) and not fs.exists(root):
-            # Like in a shell, a pattern matches hidden files only if it contains their dot.
-            dots = f"/{root}".count("/.")
-            names = sorted(name for name in fs.glob(root) if f"/{name}".count("/.") == dots) or [root]
-        files = [name for name in names if fs.info(name)["type"] == "file"]
+        files = fsspec.open_files(path, "r", compression="infer", encoding="utf-8-sig", newline="\n", **options)
+        files = [file for file in files if file.fs.info(file.path)["type"] == "file"]
     if not files:
         raise UserError(
             f"{key}: {path} is no file; to use all files of a folder, write {path.rstrip('/')}/*.txt in quotes"
         )
-    return fs, files
+    return files
 
 
 @contextmanager
@@ -54,14 +49,3 @@ def readable(name: str, key: str) -> Iterator[None]:
     except Exception as error:  # each file system and each library raises different exceptions
         cause = error.__cause__ or error  # fsspec raises FileNotFoundError for any HTTP status
         raise UserError(f"{key}: {name} can't be read: {type(cause).__name__}: {cause}") from error
-
-
-def open_text(fs: fsspec.AbstractFileSystem, name: str) -> OpenFile:
-    """Opens a file as text, without a byte-order mark. It is decompressed if its name ends in .gz, .bz2 or .xz."""
-    compression = infer_compression(without_query(name))
-    return OpenFile(fs, name, "r", compression=compression, encoding="utf-8-sig", newline="\n")
-
-
-def without_query(name: str) -> str:
-    """Returns a name that ends in its suffix, also for a URL such as https://host/text.gz?download=true."""
-    return name.partition("?")[0]

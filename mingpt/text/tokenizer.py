@@ -17,8 +17,6 @@ from mingpt.errors import UserError
 from mingpt.text.files import readable
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # tokens of GPT-2, Llama 3, Llama 2 and Gemma
-
-
 ADDING = ("truncation", "padding", "post_processor")  # parts of a tokenizer.json that add or remove tokens of a text
 
 
@@ -26,38 +24,32 @@ class CharTokenizer:
     """A token for each distinct character.
 
     Attributes:
-        vocabulary: the characters in the order of their tokens; `CharTokenizer(vocabulary)` rebuilds the tokenizer
-        end_of_text: the token that ends each document of the training text; None: the text is one document
+        vocabulary: the characters in the order of their tokens
+        vocab_size: number of tokens
+        end_of_text: what ends each document of the training text; None: the text is one document
+        document_end: what can end a document; None: no known token
+        default_prompt: what a sample continues
     """
-
-    document_end: str | None = "\n"  # what can end a document
 
     def __init__(self, vocabulary: str = "", end_of_text: str | None = None) -> None:
         self.vocabulary = vocabulary
         self.vocab_size = len(vocabulary)
         self.end_of_text = end_of_text
+        self.document_end: str | None = "\n"
         self.default_prompt = end_of_text or vocabulary[:1]  # usually a line break
 
     def extended(self, characters: set[str]) -> "CharTokenizer":
         """Returns a tokenizer with the new characters of a training text, which may have other tokens."""
         return CharTokenizer("".join(sorted({*self.vocabulary} | characters)))
 
-    def token_of(self, name: str) -> np.ndarray:
-        """Returns the token with a name in the vocabulary, (1,)."""
-        return self.encode(name, "")
-
-    @cached_property
-    def _characters(self) -> set[str]:
-        return {*self.vocabulary}
-
     @cached_property
     def _token_of_code(self) -> np.ndarray:
-        tokens = np.zeros(sys.maxunicode + 1, dtype=np.min_scalar_type(self.vocab_size - 1))
+        tokens = np.full(sys.maxunicode + 1, -1, dtype=np.int32)
         tokens[_code_points(self.vocabulary)] = range(self.vocab_size)
         return tokens
 
     def encode(self, text: str, source: str) -> np.ndarray:
-        """Returns the tokens of a text, (n,), as the smallest unsigned integers.
+        """Returns the tokens of a text, (n,).
 
         Args:
             source: option or key of the text, for the message
@@ -65,12 +57,13 @@ class CharTokenizer:
         Raises:
             UserError: a character is not in the vocabulary.
         """
-        if unknown := {*text} - self._characters:
+        tokens = self._token_of_code[_code_points(text)]
+        if tokens.min(initial=0) < 0:
             raise UserError(
-                f"{source}: the tokens {show_tokens(unknown)} are not in the training text's vocabulary, "
-                f"{show_tokens(self.vocabulary)}"
+                f"{source}: the tokens {show_tokens({*text} - {*self.vocabulary})} are not in the training text's "
+                f"vocabulary, {show_tokens(self.vocabulary)}"
             )
-        return self._token_of_code[_code_points(text)]
+        return tokens
 
     def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
         """Returns the tokens of each piece of a text."""
@@ -92,23 +85,11 @@ class CharTokenizer:
         parts = {"added_tokens": [], "pre_tokenizer": splitter, "decoder": {"type": "Fuse"}, "model": model}
         return json.dumps({"version": "1.0"} | parts, ensure_ascii=False)
 
-    def snapshot_entries(self) -> dict[str, Any]:
-        """Returns what a snapshot contains, for `restore_tokenizer`."""
-        return {
-            "vocabulary": self.vocabulary,
-            "tokenizer": None,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-        }
-
 
 class JSONTokenizer:
     """The tokenizer of a tokenizer.json, like GPT-2's, in Hugging Face's tokenizers. It adds no tokens to a text.
 
-    Attributes:
-        vocabulary: the strings of the tokens, in the order of their numbers
-        text: the tokenizer.json
-        end_of_text: the token that ends each document of the training text; None: the text is one document
+    Its attributes and methods are those of CharTokenizer; `vocabulary` is a list of the strings of the tokens.
 
     Raises:
         ImportError: tokenizers is not installed.
@@ -118,33 +99,26 @@ class JSONTokenizer:
     def __init__(self, text: str, end_of_text: str | None = None) -> None:
         from tokenizers import Tokenizer  # noqa: PLC0415 - optional
 
-        content = json.loads(text)
-        if any(content.get(name) for name in ADDING):
-            text = json.dumps(content | dict.fromkeys(ADDING), ensure_ascii=False)
-        self.tokenizer = Tokenizer.from_str(text)
-        self.text = text
+        self.text = json.dumps(json.loads(text) | dict.fromkeys(ADDING), ensure_ascii=False)
+        self.tokenizer = Tokenizer.from_str(self.text)
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.vocabulary = [self.tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
         self.end_of_text = end_of_text
         self.document_end = end_of_text or next((token for token in END_OF_TEXT if token in self.vocabulary), None)
         self.default_prompt = end_of_text or "\n"
-        # It makes no table of positions, and is new in tokenizers 0.20.
-        self.encode_pieces = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
 
     def extended(self, characters: set[str]) -> "JSONTokenizer":
         return self  # its vocabulary is fixed
-
-    def token_of(self, name: str) -> np.ndarray:
-        return np.array([self.tokenizer.token_to_id(name)])
 
     def encode(self, text: str, source: str) -> np.ndarray:
         return self.encode_batch([text], source)[0]
 
     def encode_batch(self, pieces: Sequence[str], source: str) -> list[np.ndarray]:
         """Returns the tokens of each piece of a text. Names of special tokens in it are these tokens."""
+        # It computes no positions, and is new in tokenizers 0.20.
+        encode = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         with readable("a text", source):
-            encodings = self.encode_pieces(pieces, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.min_scalar_type(self.vocab_size - 1)) for encoding in encodings]
+            return [np.array(encoding.ids, np.int32) for encoding in encode(pieces, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
@@ -152,16 +126,17 @@ class JSONTokenizer:
     def to_json(self) -> str:
         return self.text
 
-    def snapshot_entries(self) -> dict[str, Any]:
-        return {
-            "vocabulary": "",
-            "tokenizer": self.text,
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-        }
-
 
 Tokenizer = CharTokenizer | JSONTokenizer
+
+
+def snapshot_entries(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns what a snapshot contains, for `restore_tokenizer`."""
+    return {
+        "tokenizer": tokenizer.to_json(),
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+    }
 
 
 @cache  # weights, snapshot and token files may have the same one; GPT-2's takes 0.13 s
@@ -205,8 +180,6 @@ def read_tokenizer(path: str, end_of_text: str | None = None) -> Tokenizer:
 
 def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:
     """Returns the tokenizer of a snapshot; raises a UserError if tokenizers is not installed."""
-    if header["tokenizer"] is None:
-        return TextTokenizer(header["vocabulary"], header["end_of_text"])
     with readable("its tokenizer", "snapshot"):
         return parse_tokenizer(header["tokenizer"], header["end_of_text"])
 
