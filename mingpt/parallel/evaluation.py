@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

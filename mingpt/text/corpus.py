@@ -61,13 +61,12 @@ def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_
         _check_source(json.loads((folder / "meta.json").read_text())["source"], source, folder)
         return
     (folder / "train.bin").unlink(missing_ok=True)
-    prepare(
-        Texts([config.path], "data.path", config.field),
-        folder,
-        config.train_split,
-        lambda measured: tokenizer.extended(measured.characters) if is_new else tokenizer,
-        source | {"files": _stamps(config.path)},
-    )
+
+    def choose_tokenizer(characters: set[str], train_length: int) -> Tokenizer:
+        return tokenizer.extended(characters) if is_new else tokenizer
+
+    texts = Texts([config.path], "data.path", config.field)
+    prepare(texts, folder, config.train_split, choose_tokenizer, source | {"files": _stamps(config.path)})
 
 
 def _check_source(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
@@ -105,12 +104,10 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
         )
     with readable(str(folder), "data.path"):
         meta_file = folder / "meta.json"
+        meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
         tokenizer = read_tokenizer(str(folder))
-        meta = {"dtype": "uint16", "end_of_text": tokenizer.document_end, "text_sha256": None, "train_split": None}
-        if meta_file.exists():
-            meta = json.loads(meta_file.read_text())
-        tokenizer = parse_tokenizer(tokenizer.to_json(), meta["end_of_text"])
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        tokenizer = parse_tokenizer(tokenizer.to_json(), meta.get("end_of_text", tokenizer.document_end))
+        dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
         parts = {part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")}
     for part, tokens in parts.items():
         expected = meta[part]["tokens"] if part in meta else len(tokens)
@@ -119,9 +116,9 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
                 f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; copy "
                 "or write it again"
             )
-    identity = {name: meta[name] for name in ("text_sha256", "train_split")}
+    identity = {name: meta.get(name) for name in ("text_sha256", "train_split")}
     size = meta["val"]["bytes"] if "val" in meta else math.nan
-    training = parts["train"]
+    training: np.ndarray = parts["train"]
     if config.truncate is not None:
         training = training[: round(len(training) * config.truncate)]
     for name, tokens in (("training", training), ("validation", parts["val"])):

@@ -41,8 +41,8 @@ def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iter
     Raises:
         UserError: a piece can't be encoded, or no token can end a document.
     """
-    vocabulary = tokenizer.vocabulary
-    end = [vocabulary.index(tokenizer.document_end)] if tokenizer.document_end in vocabulary else []
+    end_of_text = tokenizer.document_end or ""
+    ends = [token for token, name in enumerate(tokenizer.vocabulary) if name == end_of_text]
     pieces = iter(pieces)
     is_checked = False
     with tqdm(desc="encoding", unit="B", **BAR_OPTIONS) as bar:
@@ -53,12 +53,12 @@ def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iter
                 is_checked = True
             for piece, tokens in zip(batch, encoded, strict=True):
                 bar.update(len(piece))
-                if piece == END_OF_DOCUMENT and not end:
+                if piece == END_OF_DOCUMENT and not ends:
                     raise UserError(
                         f"{key}: the tokenizer has no known token that ends a document; write the tokens with "
                         "data/prepare.py and --end_of_text"
                     )
-                yield piece, np.array(end) if piece == END_OF_DOCUMENT else tokens
+                yield piece, np.array(ends[:1]) if piece == END_OF_DOCUMENT else tokens
 
 
 def compare(text: str, decoded: str, key: str) -> None:
