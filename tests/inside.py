@@ -22,7 +22,7 @@ from mingpt.config.schema import Config, DistributedConfig, GPTConfig, config_to
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import detect_launch_environment
 from mingpt.snapshot.folder import SnapshotFolder
-from mingpt.text.tokenizer import JSONTokenizer
+from mingpt.text.tokenizer import CharTokenizer, JSONTokenizer, snapshot_entries
 from model import GPT
 from tests.helpers import init_method, write_text
 from trainer import Trainer
@@ -54,7 +54,7 @@ def prepare_text(text: Path | str, out: Path, tokenizer: str, *options: str) -> 
 def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
     """Returns a tokenizer that was trained on a text. Skips a test without tokenizers."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    return prepare.train_tokenizer(iter([text]), size)
+    return prepare.train_tokenizer(iter([text]), len(text), size)
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:
@@ -137,12 +137,11 @@ def small_snapshot(step: int, weights: dict[str, Tensor] | None = None, **change
         "val_loss": None,
         "best": {"step": None, "val_loss": math.inf},
         "config": config_to_dict(Config()),
-        "vocabulary": "ab",
-        "tokenizer": None,
-        "vocab_size": 2,
+        **snapshot_entries(CharTokenizer("ab")),
         "choices": {"precision": "fp32", "threads": 1, "world_size": 1, "hardware": "any"},
         "learning_rate": 0.1,
         "text_sha256": "",
+        "train_split": 0.9,
         "scaler": {},
         "code": {},
         "param_groups": [],

@@ -18,6 +18,8 @@ import pytest
 
 from data import prepare
 from mingpt.program import run_program as exit_status_of
+from mingpt.text import prepare as library
+from mingpt.text.documents import Texts
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
 from tests.helpers import ROOT, clean_env
 from tests.inside import assert_one_message, byte_pair_tokenizer, prepare_text
@@ -48,7 +50,7 @@ def test_the_parts_are_those_of_a_run_on_the_text_and_meta_describes_them(
     """A text is encoded in pieces, which end where no token crosses their ends."""
     if kind != "char":
         pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    monkeypatch.setattr("mingpt.text.tokenizer.PIECE_SIZE", 500)
+    monkeypatch.setattr("mingpt.text.documents.PIECE_SIZE", 500)
     text = random_words(3000)
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     prepare_text(tmp_path / "text.txt", tmp_path / "out", kind, "--train_split", "0.8")
@@ -57,12 +59,13 @@ def test_the_parts_are_those_of_a_run_on_the_text_and_meta_describes_them(
     cut = int(len(text) * 0.8)
     for part, expected in {"train": text[:cut], "val": text[cut:]}.items():
         if isinstance(tokenizer, JSONTokenizer):
-            assert tokens[part] == tokenizer.tokenizer.encode(expected).ids + [0] * (part == "val")  # <|endoftext|>
-        assert tokenizer.decode(tokens[part]).removesuffix("<|endoftext|>") == expected
+            assert tokens[part] == tokenizer.tokenizer.encode(expected).ids
+        assert tokenizer.decode(tokens[part]) == expected
         assert meta[part]["tokens"] == len(tokens[part])
         assert meta[part]["bytes"] == len(expected.encode())
-        assert meta[part]["sha256"] == hashlib.sha256((tmp_path / f"out/{part}.bin").read_bytes()).hexdigest()
-    assert meta["vocab_size"] == tokenizer.vocab_size == (len(set(text)) if kind == "char" else 600)
+    assert meta["text_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert meta["end_of_text"] is None
+    assert tokenizer.vocab_size == (len(set(text)) if kind == "char" else 600)
 
 
 def test_documents_of_every_format_end_with_the_end_of_text(tmp_path: Path) -> None:
@@ -138,12 +141,19 @@ def test_a_killed_one_leaves_nothing_half_and_the_same_command_begins_again(tmp_
 
 CASES = [
     ("none.txt", "char", (), "TEXT: none.txt can't be read: FileNotFoundError"),
-    ("empty.txt", "char", (), "TEXT: 0 characters, of which --train_split 0.9 leaves none for a part"),
+    ("empty.txt", "char", (), "TEXT: 0 characters, of which train_split 0.9 leaves none for a part"),
     ("bad.txt", "char", (), "bad.txt is not UTF-8 text: "),
-    ("bad.jsonl", "char", (), "bad.jsonl, line 2, can't be read: KeyError: 'text'"),
+    ("bad.jsonl", "char", (), "bad.jsonl, line 2, has no text in the field 'text'; its fields are content"),
+    ("array.json", "char", (), "array.json, line 1, is no object of JSON; `jq -c .[] FILE`"),
+    (
+        "bad.jsonl",
+        "char",
+        ("--field", "id"),
+        "bad.jsonl, line 1, has no text in the field 'id'; its fields are text, id",
+    ),
     ("text.txt", "none.json", (), "--tokenizer: none.json can't be read: FileNotFoundError"),
     ("text.txt", "text.txt", (), "--tokenizer: text.txt can't be read: JSONDecodeError"),
-    ("text.txt", "char", ("--train_split", "1"), "--train_split 1.0 leaves none for a part"),
+    ("text.txt", "char", ("--train_split", "1"), "train_split 1.0 leaves none for a part"),
     ("text.txt", "char", ("--out", "full"), "--out: full has a train.bin already"),
     ("text.txt", "char", ("--out", "text.txt/out"), "--out: text.txt/out can't be written: "),
 ]
@@ -155,7 +165,8 @@ def test_bad_input_is_one_message_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     contents = {"text.txt": b"some words", "empty.txt": b"", "bad.txt": b"words \xff"}
-    contents["bad.jsonl"] = b'{"text": "some words"}\n{"content": "other words"}\n'
+    contents["bad.jsonl"] = b'{"text": "some words", "id": 1}\n{"content": "other words"}\n'
+    contents["array.json"] = b'[{"text": "some words"}]'
     for name, content in contents.items():
         Path(name).write_bytes(content)
     Path("full").mkdir()
@@ -184,8 +195,11 @@ def test_what_to_install_is_named(
 
 
 def test_a_large_vocabulary_has_tokens_of_32_bits(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words")
     tokenizer = byte_pair_tokenizer("words", 257)
     assert isinstance(tokenizer, JSONTokenizer)
     for vocab_size, dtype in ((1 << 16, "uint16"), (1 + (1 << 16), "uint32")):
         tokenizer.vocab_size = vocab_size
-        assert prepare.write_tokens(iter([("train", "words")]), tokenizer, tmp_path)["dtype"] == dtype
+        meta = library.prepare(Texts([str(text)], "TEXT"), tmp_path / dtype, 0.5, lambda *_: tokenizer)
+        assert meta["dtype"] == dtype

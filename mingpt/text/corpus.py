@@ -108,7 +108,9 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
         tokenizer = read_tokenizer(str(folder))
         tokenizer = parse_tokenizer(tokenizer.to_json(), meta.get("end_of_text", tokenizer.document_end))
         dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
-        parts = {part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")}
+        parts: dict[str, np.ndarray] = {
+            part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")
+        }
     for part, tokens in parts.items():
         expected = meta[part]["tokens"] if part in meta else len(tokens)
         if len(tokens) != expected:
@@ -118,7 +120,7 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
             )
     identity = {name: meta.get(name) for name in ("text_sha256", "train_split")}
     size = meta["val"]["bytes"] if "val" in meta else math.nan
-    training: np.ndarray = parts["train"]
+    training = parts["train"]
     if config.truncate is not None:
         training = training[: round(len(training) * config.truncate)]
     for name, tokens in (("training", training), ("validation", parts["val"])):

@@ -38,9 +38,9 @@ class CharTokenizer:
         self.document_end: str | None = "\n"
         self.default_prompt = end_of_text or vocabulary[:1]  # usually a line break
 
-    def extended(self, characters: set[str]) -> "CharTokenizer":
+    def extended(self, characters: Iterable[str]) -> "CharTokenizer":
         """Returns a tokenizer with the new characters of a training text, which may have other tokens."""
-        return CharTokenizer("".join(sorted({*self.vocabulary} | characters)))
+        return CharTokenizer("".join(sorted({*self.vocabulary, *characters})))
 
     @cached_property
     def _token_of_code(self) -> np.ndarray:
@@ -107,7 +107,7 @@ class JSONTokenizer:
         self.document_end = end_of_text or next((token for token in END_OF_TEXT if token in self.vocabulary), None)
         self.default_prompt = end_of_text or "\n"
 
-    def extended(self, characters: set[str]) -> "JSONTokenizer":
+    def extended(self, characters: Iterable[str]) -> "JSONTokenizer":
         return self  # its vocabulary is fixed
 
     def encode(self, text: str, source: str) -> np.ndarray:
@@ -133,6 +133,7 @@ Tokenizer = CharTokenizer | JSONTokenizer
 def snapshot_entries(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns what a snapshot contains, for `restore_tokenizer`."""
     return {
+        "vocabulary": tokenizer.vocabulary if isinstance(tokenizer.vocabulary, str) else "",
         "tokenizer": tokenizer.to_json(),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,

@@ -4,7 +4,14 @@ import sys
 import pytest
 
 from mingpt.errors import UserError
-from mingpt.text.tokenizer import CharTokenizer, JSONTokenizer, parse_tokenizer, restore_tokenizer, stream_text
+from mingpt.text.tokenizer import (
+    CharTokenizer,
+    JSONTokenizer,
+    parse_tokenizer,
+    restore_tokenizer,
+    snapshot_entries,
+    stream_text,
+)
 from tests.inside import byte_pair_tokenizer
 
 TEXT = "naïve – “quoted” 🙂🏽 text,\n\n  ünd 日本語 \ufffd!"
@@ -48,16 +55,25 @@ def test_characters_in_a_tokenizer_json_need_no_package(monkeypatch: pytest.Monk
     assert isinstance(found, CharTokenizer)
     assert found.vocabulary == tokenizer.vocabulary
     with pytest.raises(UserError, match=r"snapshot: .*; run `pip install tokenizers`"):
-        restore_tokenizer({"tokenizer": '{"model": {"type": "BPE"}}'})
+        restore_tokenizer({"tokenizer": '{"model": {"type": "BPE"}}', "end_of_text": None})
 
 
-def test_a_snapshot_rebuilds_the_tokenizer_without_truncation() -> None:
+def test_a_snapshot_rebuilds_the_tokenizer_without_what_adds_or_removes_tokens() -> None:
     tokenizer = byte_pair_tokenizer(TEXT * 3, 270)
-    tokenizer.tokenizer.enable_truncation(4)
-    changed = JSONTokenizer(tokenizer.tokenizer.to_str())
-    assert json.loads(changed.to_json())["truncation"] is None  # export.py writes it
+    content = json.loads(tokenizer.to_json())
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    changed = JSONTokenizer(json.dumps(content))
+    assert changed.to_json() == tokenizer.to_json()  # export.py writes it
+    assert changed.tokenizer.encode(TEXT).ids == tokenizer.encode(TEXT, "test").tolist()
     for each in (tokenizer, changed):
-        rebuilt = restore_tokenizer(each.snapshot_entries())
+        rebuilt = restore_tokenizer(snapshot_entries(each))
         assert rebuilt.vocabulary == tokenizer.vocabulary
         assert rebuilt.vocab_size == 270
         assert rebuilt.decode(rebuilt.encode(TEXT, "test")) == TEXT
