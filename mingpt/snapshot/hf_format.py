@@ -57,13 +57,19 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
     Raises:
         UserError: a file can't be read, safetensors is not installed, or the model has something that model.py lacks.
     """
+    files = sorted(folder.glob("model*.safetensors"))  # a large model has several
+    if not files or not (folder / "tokenizer.json").exists():
+        raise UserError(
+            f'{option}: {folder} has no model.safetensors or no tokenizer.json. To write both: python -c "from '
+            "transformers import AutoModelForCausalLM, AutoTokenizer; [each.from_pretrained"
+            f"('{folder}').save_pretrained('{folder}') for each in (AutoModelForCausalLM, AutoTokenizer)]\""
+        )
     with readable(str(folder), option):
         from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
         config = json.loads((folder / "config.json").read_text())
         model, block_size = model_section(config, f"{option}: {folder}/config.json")
         tokenizer = read_tokenizer(str(folder))
-        files = folder.glob("model*.safetensors")  # a large model has several
         stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
         rows = len(weights["transformer.wte.weight"])

@@ -27,7 +27,8 @@ def find_files(path: str, key: str) -> list[OpenFile]:
         files = [file for file in files if file.fs.info(file.path)["type"] == "file"]
     if not files:
         raise UserError(
-            f"{key}: {path} is no file; to use all files of a folder, write {path.rstrip('/')}/*.txt in quotes"
+            f"{key}: {path} is no file, and no finished folder of data/prepare.py; to use all files of a folder, write "
+            f"{path.rstrip('/')}/*.txt in quotes"
         )
     return files
 
