@@ -23,7 +23,7 @@ from mingpt.snapshot.load import NEW_RUN, fit_config, load_initial_weights, load
 from mingpt.system.device import tune_malloc
 from mingpt.text.corpus import Corpus, is_token_folder, open_folder, write_run_tokens
 from mingpt.text.files import find_files
-from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer, show_tokens
+from mingpt.text.tokenizer import TextTokenizer, Tokenizer, restore_tokenizer
 from model import GPT
 
 ROOT = Path(__file__).parents[1]
@@ -151,11 +151,9 @@ def load_corpus(
         found = corpus.tokenizer.vocabulary
         may_differ = is_new and (not known or (isinstance(known, str) and isinstance(found, str)))
         if found != known and not may_differ:
-            new = set(found) - set(known)
-            difference = f"the tokens {show_tokens(new)} are not in" if new else "its tokens have other numbers than in"
             raise UserError(
-                f"data.path: {difference} the vocabulary of this run or of trainer.init_from; use the same text or "
-                f"tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
+                f"data.path: {folder} has the tokens of another tokenizer than this run or trainer.init_from; write it "
+                f"with the same tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
             )
     tokenizer_digest = hashlib.sha256(corpus.tokenizer.to_json().encode()).hexdigest()
     check_equal(context, {**corpus.identity, "the tokenizer's SHA-256": tokenizer_digest})

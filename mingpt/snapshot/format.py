@@ -13,7 +13,7 @@ from mingpt.errors import UserError
 FORMAT_VERSION = 3
 OTHER_PROGRAMS = "weights of other programs must be a folder of transformers (docs/export.md)"
 # Keys that can't change in a run. They determine the meaning of tensors, the part of the text, and the sample order.
-KEPT_KEYS = (*SHAPE_KEYS, "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
+KEPT_KEYS = (*SHAPE_KEYS, "data.field", "data.train_split", "data.truncate", "optimizer.name", "trainer.seed")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,33 +57,29 @@ def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_
     Raises:
         UserError: the text can't be used, or the folder has the tokens of another one.
     """
-    source = {"path": config.path, "field": config.field, "train_split": config.train_split}
     if is_token_folder(str(folder)) and not is_new:
-        _check_source(json.loads((folder / "meta.json").read_text())["source"], source, folder)
+        _check_source(config.path, folder)
         return
     (folder / "train.bin").unlink(missing_ok=True)
 
     def choose_tokenizer(characters: set[str], train_length: int) -> Tokenizer:
         return tokenizer.extended(characters) if is_new else tokenizer
 
-    texts = Texts([config.path], "data.path", config.field)
-    prepare(texts, folder, config.train_split, choose_tokenizer, source | {"files": _stamps(config.path)})
+    source = {"path": config.path, "files": _stamps(config.path)}
+    prepare(Texts([config.path], "data.path", config.field), folder, config.train_split, choose_tokenizer, source)
 
 
-def _check_source(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+def _check_source(path: str, folder: Path) -> None:
     """Raises a UserError if a run has the tokens of another text, and warns if the text has changed."""
-    for key, value in now.items():
-        if then[key] != value:
-            raise UserError(
-                f"data.{key} is {value}, but this run trains on the tokens of {then[key]} in {folder}; set it to "
-                f"{then[key]}, or set another trainer.run_dir to start a new run"
-            )
-    try:
-        has_changed = _stamps(now["path"]) != then["files"]
-    except UserError:  # it is gone
-        return
-    if has_changed:
-        logger.warning(f"data.path: {now['path']} has changed; this run keeps its tokens in {folder}")
+    source = json.loads((folder / "meta.json").read_text())["source"]
+    if path != source["path"]:
+        raise UserError(
+            f"data.path is {path}, but this run trains on the tokens of {source['path']} in {folder}; set it to that "
+            "text, or set another trainer.run_dir"
+        )
+    with suppress(UserError):  # it is gone
+        if _stamps(path) != source["files"]:
+            logger.warning(f"data.path: {path} has changed; this run keeps its tokens in {folder}")
 
 
 def _stamps(path: str) -> list[list[Any]]:

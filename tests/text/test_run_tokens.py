@@ -40,11 +40,8 @@ def test_another_text_needs_another_run_folder(text: Path, tmp_path: Path) -> No
     train_run(tmp_path / "run", text, trainer__max_steps=2)
     argvs = [run_args(tmp_path / "run", path, **keys) for path, keys in zip(paths, changes, strict=True)]
     [results] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
-    messages = (
-        f"data.path is {other}, but this run trains on the tokens of {text}",
-        "data.train_split",
-        "data.field is",
-    )
+    path_message = f"data.path is {other}, but this run trains on the tokens of {text}"
+    messages = (path_message, "data.train_split is 0.8, but 0.9", "data.field is content, but text")
     for (status, _, err), message in zip(results, messages, strict=True):
         assert status == 2
         assert_one_message(err, message, "trainer.run_dir")
