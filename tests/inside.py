@@ -1,6 +1,7 @@
 """Helpers within a process: texts, models, trainers, snapshots and messages."""
 
 import io
+import json
 import math
 import os
 import random
@@ -55,6 +56,26 @@ def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
     """Returns a tokenizer that was trained on a text. Skips a test without tokenizers."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     return prepare.train_tokenizer(iter([text]), len(text), size)
+
+
+def hub_form(tokenizer: JSONTokenizer) -> str:
+    """Returns a tokenizer.json like that of GPT-2 on the hub, without the model's type and with merges as strings.
+
+    A template, which GPT-2 does not have, adds a token to each text.
+    """
+    content = json.loads(tokenizer.to_json())
+    del content["model"]["type"]
+    merges = content["model"]["merges"]
+    content["model"]["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    end = "<|endoftext|>"
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {end: {"id": end, "ids": [0], "tokens": [end]}},
+    }
+    return json.dumps(content)
 
 
 def small_gpt(seed: int = 0, **changes: Any) -> GPT:

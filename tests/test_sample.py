@@ -1,4 +1,6 @@
+import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -112,7 +114,44 @@ def test_evaluate_prints_the_loss_that_training_has_had_on_the_same_text(trained
     expected = f"{row['val_loss']:.4f} nats per token, {row['val_bpb']:.4f} bits per byte"
     assert out == f"{expected}, {len(text.read_text()):,} tokens\n"
     text.write_text("a")
-    assert_refused(run_sample("--snapshot", trained, "--evaluate", text), "--evaluate: the text has one token")
+    assert_refused(
+        run_sample("--snapshot", trained, "--evaluate", text), "--evaluate: the text has 1 tokens, but needs 2"
+    )
+
+
+@pytest.fixture(scope="module")
+def trained_on_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Contains a run on short names, text.jsonl with these documents, and the same as text with line breaks."""
+    folder = tmp_path_factory.mktemp("documents")
+    names = ["anna", "bob", "eve"] * 200
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": name}) + "\n" for name in names))
+    (folder / "lines.txt").write_text("".join(f"{name}\n" for name in names))
+    train_run(folder / "run", folder / "text.jsonl", trainer__max_steps=60, optimizer__learning_rate=3e-2)
+    return folder
+
+
+def test_a_sample_begins_and_ends_with_a_document(trained_on_documents: Path, run_sample: RunSample) -> None:
+    options = ("--snapshot", trained_on_documents / "run", "--max_new_tokens", LENGTH)
+    status, out, _ = run_sample(*options)
+    assert status == 0
+    assert re.fullmatch(r"\n\w{3,4}", out)
+    more = run_sample(*options, "--ignore_end")[1]
+    assert len(more) == 1 + LENGTH
+    assert more.startswith(f"{out}\n")
+
+
+def test_evaluate_measures_the_same_documents_in_every_form(trained_on_documents: Path, run_sample: RunSample) -> None:
+    [*_, row] = read_rows(trained_on_documents / "run", "eval")
+    files = ("text.jsonl", "lines.txt", "run/data")
+    losses = []
+    for file in files:
+        status, out, _ = run_sample(
+            "--snapshot", trained_on_documents / "run", "--evaluate", trained_on_documents / file
+        )
+        assert status == 0
+        losses.append(out.split(" nats")[0])
+    assert losses[0] == losses[1]
+    assert losses[2] == f"{row['val_loss']:.4f}"
 
 
 @pytest.mark.parametrize(

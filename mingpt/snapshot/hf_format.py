@@ -81,8 +81,7 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
     for name in EMBEDDINGS & weights.keys():
         weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
-    entries = snapshot_entries(tokenizer) | {"end_of_text": tokenizer.document_end}
-    return {"config": sections, **entries, "model": weights, "optimizer": {}}
+    return {"config": sections, **snapshot_entries(tokenizer), "model": weights, "optimizer": {}}
 
 
 def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], int]:

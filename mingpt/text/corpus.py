@@ -103,7 +103,8 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
         meta_file = folder / "meta.json"
         meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
         tokenizer = read_tokenizer(str(folder))
-        tokenizer = parse_tokenizer(tokenizer.to_json(), meta.get("end_of_text", tokenizer.document_end))
+        if meta:
+            tokenizer = parse_tokenizer(tokenizer.to_json(), meta["end_of_text"])
         dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
         parts: dict[str, np.ndarray] = {
             part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")

@@ -41,8 +41,8 @@ def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iter
     Raises:
         UserError: a piece can't be encoded, or no token can end a document.
     """
-    end_of_text = tokenizer.document_end or ""
-    ends = [token for token, name in enumerate(tokenizer.vocabulary) if name == end_of_text]
+    end = tokenizer.document_end
+    ends = [tokenizer.vocabulary.index(end)] if end in tokenizer.vocabulary else []
     pieces = iter(pieces)
     is_checked = False
     with tqdm(desc="encoding", unit="B", **BAR_OPTIONS) as bar:
@@ -55,10 +55,10 @@ def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iter
                 bar.update(len(piece))
                 if piece == END_OF_DOCUMENT and not ends:
                     raise UserError(
-                        f"{key}: the tokenizer has no known token that ends a document; write the tokens with "
-                        "data/prepare.py and --end_of_text"
+                        f"{key}: the tokenizer has no {end!r}, which ends documents; write the tokens with "
+                        "data/prepare.py and another --end_of_text"
                     )
-                yield piece, np.array(ends[:1]) if piece == END_OF_DOCUMENT else tokens
+                yield piece, np.array(ends) if piece == END_OF_DOCUMENT else tokens
 
 
 def compare(text: str, decoded: str, key: str) -> None:
@@ -105,7 +105,7 @@ def prepare(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     meta: dict[str, Any] = {
         "dtype": dtype.name,
-        "end_of_text": tokenizer.document_end if has_several else None,
+        "end_of_text": tokenizer.document_end if has_several else tokenizer.end_of_text,
         "text_sha256": digest.hexdigest(),
         "train_split": train_split,
         "source": source,

@@ -26,8 +26,8 @@ class CharTokenizer:
     Attributes:
         vocabulary: the characters in the order of their tokens
         vocab_size: number of tokens
-        end_of_text: what ends each document of the training text; None: the text is one document
-        document_end: what can end a document; None: no known token
+        end_of_text: what ends a document; None: the training text is one document
+        document_end: what ends a document in a text of several
         default_prompt: what a sample continues
     """
 
@@ -35,7 +35,7 @@ class CharTokenizer:
         self.vocabulary = vocabulary
         self.vocab_size = len(vocabulary)
         self.end_of_text = end_of_text
-        self.document_end: str | None = "\n"
+        self.document_end = "\n"
         self.default_prompt = end_of_text or vocabulary[:1]  # usually a line break
 
     def extended(self, characters: Iterable[str]) -> "CharTokenizer":
@@ -104,7 +104,7 @@ class JSONTokenizer:
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.vocabulary = [self.tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
         self.end_of_text = end_of_text
-        self.document_end = end_of_text or next((token for token in END_OF_TEXT if token in self.vocabulary), None)
+        self.document_end = end_of_text or END_OF_TEXT[0]
         self.default_prompt = end_of_text or "\n"
 
     def extended(self, characters: Iterable[str]) -> "JSONTokenizer":
@@ -171,12 +171,13 @@ def read_tokenizer(path: str, end_of_text: str | None = None) -> Tokenizer:
     if fs.isdir(name):
         name = f"{name}/tokenizer.json"
     text = fs.cat_file(name).decode()
-    tokenizer = parse_tokenizer(text, end_of_text)
+    vocabulary = parse_tokenizer(text).vocabulary
+    end_of_text = end_of_text or next((token for token in END_OF_TEXT if token in vocabulary), None)
     config = f"{name.rpartition('/')[0]}/tokenizer_config.json"
-    if tokenizer.document_end is None and fs.exists(config):
+    if end_of_text is None and fs.exists(config):
         eos_token = json.loads(fs.cat_file(config)).get("eos_token")
-        tokenizer = parse_tokenizer(text, eos_token["content"] if isinstance(eos_token, dict) else eos_token)
-    return tokenizer
+        end_of_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
+    return parse_tokenizer(text, end_of_text)
 
 
 def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:

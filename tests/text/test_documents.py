@@ -16,7 +16,7 @@ from mingpt.program import run_program
 from mingpt.text.corpus import open_folder
 from mingpt.text.documents import END_OF_DOCUMENT, Texts, cut
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer, read_tokenizer
-from tests.inside import byte_pair_tokenizer, prepare_text
+from tests.inside import byte_pair_tokenizer, hub_form, prepare_text
 
 DOCUMENTS = ["one\n", "two é", "", "three 🙂 " * 9, "?"]
 ROWS = [{"id": 1, "text": text or None} for text in [*DOCUMENTS[:-1], "\ud83d"]]  # half of a surrogate pair becomes ?
@@ -65,24 +65,13 @@ def test_a_long_document_is_cut_between_words() -> None:
         assert all(piece[-1] != " " and after[:1].isspace() for piece, after in pairwise(pieces))
 
 
-def hub_form(tokenizer: JSONTokenizer) -> str:
-    """Returns a tokenizer.json in the form of the hub's GPT-2: without the model's type, merges as strings."""
-    content = json.loads(tokenizer.to_json())
-    del content["model"]["type"]
-    content["model"]["merges"] = [
-        merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
-    ]
-    content["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
-    return json.dumps(content)
-
-
 def test_a_tokenizer_json_in_the_form_of_gpt2_s_is_read(tmp_path: Path) -> None:
     tokenizer = byte_pair_tokenizer(LINES, 300)
     (tmp_path / "tokenizer.json").write_text(hub_form(tokenizer))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         found = read_tokenizer(str(path))
         assert found.encode(LINES, "").tolist() == tokenizer.encode(LINES, "").tolist()
-        assert found.document_end == "<|endoftext|>"
+        assert found.end_of_text == "<|endoftext|>"
 
 
 def ends_of(folder: Path, **keys: object) -> tuple[str, str | None]:
