@@ -144,7 +144,10 @@ def load_corpus(
     folder = tokens_folder(config)
     with shared_errors(context):
         if is_writer and not is_token_folder(config.data.path):
-            write_run_tokens(config.data, folder, tokenizer, is_new)
+            try:
+                write_run_tokens(config.data, folder, tokenizer, is_new)
+            except OSError as error:
+                raise UserError(f"trainer.run_dir: {folder} can't be written: {error}; make it writable") from error
     with shared_errors(context):
         corpus = open_folder(folder, config.data)
         known = tokenizer.vocabulary
@@ -155,8 +158,9 @@ def load_corpus(
                 f"data.path: {folder} has the tokens of another tokenizer than this run or trainer.init_from; write it "
                 f"with the same tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
             )
+    text = {f"the text's {name}": value for name, value in corpus.identity.items()}
     tokenizer_digest = hashlib.sha256(corpus.tokenizer.to_json().encode()).hexdigest()
-    check_equal(context, {**corpus.identity, "the tokenizer's SHA-256": tokenizer_digest})
+    check_equal(context, {**text, "the tokenizer's SHA-256": tokenizer_digest})
     return corpus
 
 

@@ -6,15 +6,8 @@ import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from char_dataset import CharDataset, ValidationDataset, train_val_split
-from mingpt.config.schema import DataConfig
+from char_dataset import CharDataset, ValidationDataset
 from mingpt.nn.layers import IGNORE_INDEX
-
-
-def test_truncate_keeps_the_start_of_the_text() -> None:
-    train, val = train_val_split(np.arange(1000), DataConfig(block_size=4, truncate=0.5))
-    assert np.concatenate([train, val]).tolist() == list(range(500))
-    assert len(val) == 50
 
 
 def test_every_window_once_per_epoch_in_another_order_and_at_another_offset() -> None:
@@ -71,10 +64,8 @@ def test_both_are_map_style_datasets(data: CharDataset | ValidationDataset) -> N
 
 def test_no_training_window_holds_validation_text() -> None:
     tokens = np.repeat(np.array([0, 1], np.uint8), (900, 100))
-    train, val = train_val_split(tokens, DataConfig(block_size=16))
-    idx, targets = CharDataset(train, 16, seed=0)[range(50 * len(train) // 16)]
+    idx, targets = CharDataset(tokens[:900], 16, seed=0)[range(50 * 900 // 16)]
     assert idx.max() == targets.max() == 0
-    assert val.min() == 1
 
 
 def test_validation_covers_each_character_once() -> None:

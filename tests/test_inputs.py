@@ -200,7 +200,8 @@ COMMANDS = {
 }
 # A place, its mode, the commands that are refused, and some of those that work
 MODES = [
-    ("books/text.txt", 0o000, "train resume", "sample"),
+    ("books/text.txt", 0o000, "train", "resume sample"),
+    ("runs/old/data", 0o000, "resume", "sample"),
     ("runs", 0o555, "train export", "resume list"),
     ("runs/old", 0o000, "resume sample export list plot", ""),
     ("runs/old", 0o555, "resume", "sample export list"),

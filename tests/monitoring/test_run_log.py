@@ -102,7 +102,7 @@ def test_a_resumed_run_has_each_row_once_in_file_and_tensorboard(trained: Path, 
     assert [step for step, _ in loss_curve(run)] == list(range(1, 14))
     assert [row["step"] for row in read_rows(run, "eval")] == [4, 8, 12, 13]
     names = sorted(name.partition(".out.")[0] for name in os.listdir(run))
-    assert names == [".lock", "config.yaml", "events", "events", "metrics.jsonl", "snapshots"]
+    assert names == [".lock", "config.yaml", "data", "events", "events", "metrics.jsonl", "snapshots"]
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 13
 
     events = EventAccumulator(str(run)).Reload()

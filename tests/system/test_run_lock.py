@@ -101,7 +101,9 @@ def test_a_file_system_without_locks_is_warned_of(
 @pytest.mark.usefixtures("text")
 def test_a_second_start_is_refused_while_the_first_reads_its_text(tmp_path: Path, monkeypatch: Any) -> None:
     refused: list[None] = []
-    call_before(start, "read_corpus", lambda *_: refused.append(assert_locked(tmp_path / "run")), monkeypatch.setattr)
+    call_before(
+        start, "write_run_tokens", lambda *_: refused.append(assert_locked(tmp_path / "run")), monkeypatch.setattr
+    )
     build_trainer(tmp_path).close()
     assert len(refused) == 1
 
