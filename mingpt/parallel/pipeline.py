@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import all_gather_object, reduce_object
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
@@ -217,8 +217,7 @@ class PipelineParallel(Strategy):
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yields the full state. Each rank of the first replica broadcasts its stage's part."""
-        parts = state_layouts(self.local_state)
-        layouts = reduce_object(self.context, parts, lambda parts: dict(ChainMap(*parts)))
+        layouts = ChainMap(*all_gather_object(self.context, state_layouts(self.local_state)))
         inner_state = self.inner.iter_full_state()
         for name, like in self.full_shapes.items():
             source = self.stages.stage_of[name]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
@@ -48,11 +48,8 @@ class ZeRO1(DDP):
         return build_optimizer(model, self.config.optimizer, self.dtype, wrapper)
 
     def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        owners = reduce_object(
-            self.context,
-            state_layouts(self.local_state),
-            lambda parts: {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()},
-        )
+        parts = all_gather_object(self.context, state_layouts(self.local_state))
+        owners = {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()}
         for name, tensor in self.state.items():
             owner, layouts = owners.get(name, (0, {}))  # a frozen parameter and a buffer have no owner
             mine = self.local_state.get(name, {})
