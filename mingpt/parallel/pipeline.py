@@ -126,8 +126,6 @@ class PipelineParallel(Strategy):
         context: all ranks
     """
 
-    is_sharded = True
-
     def __init__(self, stages: Stages, inner: Strategy, context: DistributedContext) -> None:
         vars(self).update(vars(inner))
         self.stages = stages

@@ -34,8 +34,6 @@ class ZeRO1(DDP):
     In fp16, GradScaler waits for the GPU in each step, since ZeroRedundancyOptimizer does not read `found_inf`.
     """
 
-    is_sharded = True
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
@@ -64,7 +62,6 @@ class FSDP(Strategy):
     cpu_offload, shards are in host memory.
     """
 
-    is_sharded = True
     reshard_after_forward = True
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:

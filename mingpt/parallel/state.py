@@ -38,12 +38,10 @@ class RankState:
         parameters: parameters of this rank, by GPT-2's names
         full_shapes: tensors with the full shapes of the state of all ranks, by name
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
-        is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         optimizer: its step updates all parameters on all ranks
         built_groups: its parameter groups when it was built
     """
 
-    is_sharded = False
     context: DistributedContext
     full_model: Any
     parameters: dict[str, nn.Parameter]
