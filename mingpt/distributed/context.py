@@ -71,14 +71,11 @@ class DistributedContext(RankGroup):
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
-        """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
+    def shard(self, numbers: range, rank: int | None = None) -> range:
+        """Returns a rank's shard of a range, by default this rank's. Sizes differ by at most one."""
         rank = self.rank if rank is None else rank
-        return range(first + count * rank // self.world_size, first + count * (rank + 1) // self.world_size)
-
-    def max_shard_size(self, count: int) -> int:
-        """Returns the size of the largest shard of `count` samples."""
-        return -(-count // self.world_size)
+        count = len(numbers)
+        return numbers[count * rank // self.world_size : count * (rank + 1) // self.world_size]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums the tensor over ranks, in place."""

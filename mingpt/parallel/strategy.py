@@ -8,6 +8,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +108,8 @@ class Strategy(RankState):
         Args:
             batch: sample numbers of the whole batch, over all ranks
         """
-        share = self.context.shard_range(batch.start, len(batch))
-        largest_share = self.context.max_shard_size(len(batch))
+        share = self.context.shard(batch)
+        largest_share = math.ceil(len(batch) / self.context.world_size)
         size = self.config.trainer.micro_batch_size or largest_share
         dummy = range(batch.stop, batch.stop + 1)
         micro_batches = []
