@@ -22,12 +22,12 @@ def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int],
     return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several, like a head that is tied to the embedding."""
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter, which are several for a head that is tied to the embedding."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return list(names.values())
 
 
 class RankState:
