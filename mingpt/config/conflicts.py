@@ -9,12 +9,8 @@ from mingpt.config.schema import Config
 from mingpt.errors import UserError
 
 
-def find_conflicts(config: Config, precision: str | None = None) -> list[str]:
-    """Returns a message for each conflict between keys.
-
-    Args:
-        precision: the precision that a run has chosen (fp32, bf16 or fp16); None: as configured
-    """
+def find_conflicts(config: Config) -> list[str]:
+    """Returns a message for each conflict between keys."""
     model, optimizer, trainer, distributed = config.model, config.optimizer, config.trainer, config.distributed
     offload = distributed.cpu_offload
     tree = distributed.reduction == "tree"
@@ -31,7 +27,7 @@ def find_conflicts(config: Config, precision: str | None = None) -> list[str]:
             "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end",
         ),
         (
-            (precision or trainer.precision) == "fp16" and obstacle,
+            trainer.precision == "fp16" and obstacle,
             f"trainer.precision is {trainer.precision}, must be fp32 or bf16 with {obstacle}",
         ),
         (offload and distributed.strategy != "fsdp", "distributed.strategy must be fsdp with distributed.cpu_offload"),

@@ -24,9 +24,9 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy.
+        UserError: keys conflict, in a configuration that was not read by `read_config`.
     """
-    refuse(find_conflicts(config, precision))
+    refuse(find_conflicts(config))
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel, Stages
 
