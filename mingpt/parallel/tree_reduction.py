@@ -11,10 +11,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext, PendingNumbers
+from mingpt.distributed.context import PendingNumbers
 from mingpt.parallel.strategy import MicroBatch, Strategy
 
 
@@ -28,14 +27,9 @@ class Node(NamedTuple):
 class TreeReduction(Strategy):
     """Each rank has the full model, and gradients are summed by the same additions for any number of ranks."""
 
-    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
-        super().__init__(model, context, config, precision)
-        cfg = config.trainer
-        self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
-
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of this rank's micro-batches, with the same bounds on any number of ranks."""
-        size = self.micro_batch_size
+        size = self.config.trainer.micro_batch_size or len(batch)  # conflicts.py refuses null
         leaves = [batch[start : start + size] for start in range(0, len(batch), size)]
         self.num_leaves = len(leaves)
         return [leaves[number] for number in self.context.shard(range(self.num_leaves))]
