@@ -30,7 +30,6 @@ class DDP(Strategy):
         self.loss_factor = context.world_size  # DDP averages over ranks
         self.ddp = DistributedDataParallel(
             model,
-            device_ids=[context.device] if context.device.type == "cuda" else None,
             process_group=context.group,
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
