@@ -17,7 +17,6 @@ from torch.nn.utils import get_total_norm
 from mingpt.config.schema import Config
 from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.ddp import DDP
@@ -70,9 +69,6 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 0:
-                raise UserError(f"model.py: {name} is a scalar, which FSDP does not shard; give it the shape (1,)")
         attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}  # such as no_weight_decay
         for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
