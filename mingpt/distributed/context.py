@@ -18,7 +18,6 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import machine_id
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
-from mingpt.system.torch_versions import all_gather_single
 
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
@@ -91,15 +90,15 @@ class DistributedContext(RankGroup):
     def begin_step(self, *numbers: int) -> "list[PendingNumbers]":
         """Starts to exchange integers, which all ranks must do. Returns, for each of them, the values of all ranks."""
         mine = torch.tensor(numbers)
-        rows = mine
+        rows = mine[None]
         work = None
         if self.world_size > 1:
             # If ranks wait for one that hangs, all of them show where they are.
             seconds = self.timeout.total_seconds()
             faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)  # type: ignore[arg-type]
-            rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
-            work = all_gather_single(rows, mine, async_op=True)
-        return [PendingNumbers(column, work) for column in rows.view(-1, len(mine)).T]
+            rows = mine.new_empty(self.world_size, len(mine))
+            work = dist.all_gather(list(rows), mine, async_op=True)
+        return [PendingNumbers(column, work) for column in rows.T]
 
 
 class PendingNumbers:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mingpt.errors import UserError
 
@@ -19,10 +18,6 @@ def check_torch() -> None:
         raise UserError(
             f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
         )
-
-
-# PyTorch 2.13, which deprecates all_gather_into_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
