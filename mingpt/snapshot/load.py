@@ -109,10 +109,8 @@ def fit_config(
         mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}; set it to {shown}")
     if mistakes:
         raise UserError("\n  ".join(mistakes) + advice)
-    config = replace(
-        config, **{name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
-    )
-    return config
+    sections = {name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
+    return replace(config, **sections)
 
 
 def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
