@@ -60,7 +60,7 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
     for table in EMBEDDINGS & stored.keys():
         stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
     name = "the GPT2LMHeadModel of transformers"
-    shape = GPT2Config(  # type: ignore[call-arg] - n_ctx
+    shape = GPT2Config(  # type: ignore[call-arg]  # it does not list n_ctx
         vocab_size=config.vocab_size,
         n_positions=config.block_size,
         n_ctx=config.block_size,  # for llama.cpp's convert_hf_to_gguf.py
