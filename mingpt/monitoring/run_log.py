@@ -206,13 +206,13 @@ class Terminal:
         if event == "train":
             self.bar.n = step
             self.bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s")
-        if event == "train" and self.bar.disable:
-            pace = (time.monotonic() - self.started) / (step - self.first_step)
-            logger.info(
-                f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
-                f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
-                f"{values['tokens_per_second']:,.0f} tokens/s  {duration(pace * (self.last_step - step))} left"
-            )
+            if self.bar.disable:
+                pace = (time.monotonic() - self.started) / (step - self.first_step)
+                logger.info(
+                    f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
+                    f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
+                    f"{values['tokens_per_second']:,.0f} tokens/s  {duration(pace * (self.last_step - step))} left"
+                )
         elif event == "eval":
             logger.info(
                 f"step {step}: validation loss {values['val_loss']:.4f} nats per token, {values['val_bpb']:.4f} bits "
@@ -272,6 +272,4 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as lines:
         for line in lines:
             with suppress(ValueError):
-                row = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
-                if isinstance(row, dict) and "step" in row:
-                    yield row
+                yield json.loads(line)
