@@ -127,10 +127,7 @@ def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenize
     new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
     logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
     initial = model.state_dict()
-    weights = {
-        name: weight.to(initial[name].dtype) if name in initial else weight
-        for name, weight in pretrained.weights.items()
-    }
+    weights = dict(pretrained.weights)
     old_rows = {token: row for row, token in enumerate(pretrained.tokenizer.vocabulary)}
     rows = [row for row, token in enumerate(tokenizer.vocabulary) if token in old_rows]
     sources = [old_rows[token] for token in tokenizer.vocabulary if token in old_rows]
