@@ -10,6 +10,7 @@ et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +113,7 @@ class Strategy(RankState):
         largest_share = math.ceil(len(batch) / self.context.world_size)
         size = self.config.trainer.micro_batch_size or largest_share
         dummy = range(batch.stop, batch.stop + 1)
-        micro_batches = []
-        for start in range(0, largest_share, size):
-            numbers = share[start : start + size]
-            micro_batches.append(numbers if len(numbers) > 0 else dummy)
-        return micro_batches
+        return [share[start : start + size] or dummy for start in range(0, largest_share, size)]
 
     def read(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Reads this rank's micro-batches of a batch. Reading may use random numbers."""
@@ -213,6 +210,10 @@ class Strategy(RankState):
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def eager(self) -> AbstractContextManager:
+        """Runs a compiled model without compiled code within the block. The first call takes a second."""
+        return torch.compiler.set_stance("force_eager") if self.config.trainer.compile else nullcontext()
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         """Returns the mean loss over the batch on all ranks, from the losses that `forward_backward` returned."""
