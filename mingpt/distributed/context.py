@@ -55,12 +55,10 @@ class DistributedContext(RankGroup):
     def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
-        for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=self.timeout)
-            if self.rank in ranks:
-                context.rank = ranks.index(self.rank)
-                context.world_size = len(ranks)
-                context.group = group
+        lists = [list(ranks) for ranks in groups]
+        context.group, _ = dist.new_subgroups_by_enumeration(lists, timeout=self.timeout)
+        context.rank = dist.get_rank(context.group)
+        context.world_size = dist.get_world_size(context.group)
         return context
 
     @property
