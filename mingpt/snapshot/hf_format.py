@@ -87,16 +87,11 @@ def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], 
     Raises:
         UserError: the model has something that model.py lacks.
     """
-    _check(config, SUPPORTED, source)
-    n_embd = config["n_embd"]
-    _check(config, {"n_inner": [None, 4 * n_embd]}, source)
-    gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
-    section = {"n_layer": config["n_layer"], "n_head": config["n_head"], "n_embd": n_embd, "gelu_approximate": gelu}
-    return asdict(ModelConfig()) | section, config["n_positions"]
-
-
-def _check(config: Mapping[str, Any], supported: Mapping[str, list[Any]], source: str) -> None:
+    supported = SUPPORTED | {"n_inner": [None, 4 * config.get("n_embd", 0)]}
     for key, values in supported.items():
         value = config.get(key, values[0])
         if value not in values:
             raise UserError(f"{source} has {key} {json.dumps(value)}, must be {' or '.join(map(json.dumps, values))}")
+    section = {key: config[key] for key in ("n_layer", "n_head", "n_embd")}
+    section["gelu_approximate"] = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
+    return asdict(ModelConfig()) | section, config["n_positions"]
