@@ -151,9 +151,6 @@ class PipelineParallel(Strategy):
     def state(self) -> dict[str, Tensor]:
         return self.inner.state
 
-    def broadcast_buffers(self) -> None:
-        self.inner.broadcast_buffers()
-
     def _release(self) -> None:
         # All of them refer to the model that the inner strategy has released.
         del self.schedule

@@ -138,9 +138,8 @@ class Strategy(RankState):
 
         Each replica changes them by its own samples, as BatchNorm does with its averages.
         """
-        if self.context.world_size > 1:
-            for buffer in self.model.buffers():
-                self.context.broadcast_tensor(buffer, 0)
+        for buffer in self.model.buffers():
+            self.replicas.broadcast_tensor(buffer, 0)
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
