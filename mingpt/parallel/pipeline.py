@@ -6,7 +6,7 @@ Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
-from mingpt.parallel.state import layout, parameter_names, state_layouts
+from mingpt.parallel.state import FullState, layout, parameter_names, state_layouts
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from model import GPT
 
@@ -207,7 +207,7 @@ class PipelineParallel(Strategy):
         mine = {name: tensor for name, tensor in tensors.items() if self.stages.stage_of[name] == self.pipeline.rank}
         return self.pipeline.all_reduce(self.inner.total_norm(mine) ** 2).sqrt()
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         """Yields the full state. Each rank of the first replica broadcasts its stage's part."""
         layouts = ChainMap(*all_gather_object(self.context, state_layouts(self.local_state)))
         inner_state = self.inner.iter_full_state()

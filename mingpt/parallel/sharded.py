@@ -1,7 +1,7 @@
 """Sharded strategies: ZeRO-1 with DDP, ZeRO-2 and ZeRO-3 with FSDP2."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.ddp import DDP
-from mingpt.parallel.state import state_layouts
+from mingpt.parallel.state import FullState, state_layouts
 from mingpt.parallel.strategy import DTYPES, Strategy
 
 # With gloo, each FSDP run of Muon would warn that gradients are gathered instead of exchanged (all-to-all).
@@ -44,7 +44,7 @@ class ZeRO1(DDP):
         wrapper = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=self.context.group)
         return build_optimizer(model, self.config.optimizer, self.dtype, wrapper)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         parts = all_gather_object(self.context, state_layouts(self.local_state))
         owners = {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()}
         for name, tensor in self.state.items():
@@ -87,7 +87,7 @@ class FSDP(Strategy):
         norm = get_total_norm([to_local(tensor) for tensor in tensors.values()]).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         for name, weight, state in super().iter_full_state():
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 

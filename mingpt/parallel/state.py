@@ -10,14 +10,16 @@ from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
+FullState = Iterator[tuple[str, Tensor, dict[str, Tensor]]]  # name in the state dict, full value, optimizer state
+Layout = tuple[list[int], str]  # shape and dtype
 
 
-def layout(tensor: Tensor) -> tuple[list[int], str]:
+def layout(tensor: Tensor) -> Layout:
     """Returns shape and dtype as plain data for other ranks."""
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int], str]]]:
+def state_layouts(state: OptimizerState) -> dict[str, dict[str, Layout]]:
     """Returns the layouts of each parameter's optimizer state, by key."""
     return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
 
@@ -70,7 +72,7 @@ class RankState:
         for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
             group.update(changed)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
 
         Tensors are gathered one at a time, because a rank may not have memory for all of them.
@@ -93,7 +95,7 @@ class RankState:
                 if name in self.local_state:
                     self.local_state[name][key] = self.shard_of(tensor, mine[name])
 
-    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: Layout, source: int) -> Tensor:
         """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
         shape, dtype = layout
         full = torch.empty(shape, dtype=getattr(torch, dtype), device=self.context.device)
