@@ -66,14 +66,13 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         files = folder.glob("model*.safetensors")  # a large model has several
         stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
-        rows = len(weights["transformer.wte.weight"])
-    if rows < tokenizer.vocab_size:
+        embedding = weights["transformer.wte.weight"]
+    if len(embedding) < tokenizer.vocab_size:
         raise UserError(
-            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has {rows} rows; "
-            "remove the tokens that were added, or resize the embedding in transformers"
+            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has "
+            f"{len(embedding)} rows; remove the tokens that were added, or resize the embedding in transformers"
         )
-    for name in EMBEDDINGS & weights.keys():
-        weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
+    weights["transformer.wte.weight"] = embedding[: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
     return {"config": sections, **tokenizer.snapshot_entries(), "model": weights, "optimizer": {}}
 
