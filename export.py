@@ -88,7 +88,7 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
     check_torch()
-    path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    path = args.snapshot or default_snapshot_path()
     out = Path(args.out)
     pretrained = load_pretrained(path, "--snapshot")
     try:
