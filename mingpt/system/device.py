@@ -72,9 +72,9 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
     if device.type == "cpu":
         # PyTorch 2.11 or newer; older versions train in fp32 on CPUs
         flags = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        if flags.get("amx_tile", False):
+        if flags.get("amx_tile"):
             return True, "this CPU has AMX"
-        if not flags.get("avx512_bf16", False):
+        if not flags.get("avx512_bf16"):
             return False, "this CPU has neither AVX512-BF16 nor AMX"
         if "intel" in str(flags.get("cpu_name", "")).lower():
             return False, "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"

@@ -94,6 +94,6 @@ class SignalHandler:
         now = time.monotonic()
         is_second = number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS
         if is_second and not is_interactive():
-            os._exit(EXIT_STATUS[signal.Signals(number)])
+            os._exit(130)
         self.received = min(self.received, now)
         self.signal = self.signal or number
