@@ -117,5 +117,4 @@ class PendingNumbers:
         """Returns the values of all ranks, in rank order."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
         return self.values.tolist()
