@@ -58,7 +58,7 @@ class Stages:
         self.is_first = self.pipeline.rank == 0
         self.is_last = self.pipeline.rank == num_stages - 1
         names_of_parameters = parameter_names(model)
-        self._remove_other_stages(num_stages)
+        self._remove_other_stages()
 
         owners = all_gather_object(self.pipeline, list(model.state_dict()))
         self.stage_of: dict[str, int] = {}
@@ -75,11 +75,9 @@ class Stages:
                 f"{', '.join(several)}; a parameter must belong to a block, wte, wpe, ln_f or lm_head"
             )
 
-    def _remove_other_stages(self, num_stages: int) -> None:
-        stage = self.pipeline.rank
+    def _remove_other_stages(self) -> None:
         transformer = self.model.transformer
-        n_layer = self.model.config.n_layer
-        mine = range(n_layer * stage // num_stages, n_layer * (stage + 1) // num_stages)
+        mine = self.pipeline.shard(range(self.model.config.n_layer))
         for number in self.model.blocks:
             if number not in mine:
                 del transformer["h"][str(number)]  # type: ignore[operator]
