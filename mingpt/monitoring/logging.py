@@ -5,7 +5,7 @@ import sys
 import time
 from contextlib import suppress
 from threading import RLock
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ tqdm.set_lock(RLock())
 
 
 class _Handler(logging.Handler):
-    info_stream: Literal["stdout", "stderr"] = "stdout"
+    info_stream: str = "stdout"
     rank = 0
     is_reporter = True  # whether this process reports the error that ends it, or leaves that to another one
 
@@ -45,8 +45,8 @@ logger.setLevel(logging.INFO)
 logger.propagate = False
 
 
-def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Sends INFO to this stream. It also makes this process rank 0 and a reporter.
+def configure_logging(info_stream: str = "stdout") -> None:
+    """Sends INFO to this stream, stdout or stderr. It also makes this process rank 0 and a reporter.
 
     Lines on stdout begin with date and time unless it is a terminal.
     """
