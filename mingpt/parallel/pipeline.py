@@ -180,7 +180,6 @@ class PipelineParallel(Strategy):
             self.schedule.step(*inputs, **options, return_outputs=False)
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
-        self.inner.reduce_gradients()
         self._reduce_tied_embedding()
         return self.losses or [torch.zeros((), device=self.device)]
 

@@ -159,7 +159,6 @@ class Strategy(RankState):
         for micro_batch in micro_batches:
             self.set_gradient_sync(micro_batch is micro_batches[-1])
             losses.append(self.accumulate(micro_batch, target_counts))
-        self.reduce_gradients()
         return losses
 
     def accumulate(self, micro_batch: MicroBatch, target_counts: PendingNumbers) -> Tensor:
@@ -177,9 +176,6 @@ class Strategy(RankState):
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         """Sets whether the next backward pass, the last one of a step, exchanges gradients between ranks."""
-
-    def reduce_gradients(self) -> None:
-        """Exchanges gradients that the last backward pass has not exchanged."""
 
     def check_gradients(self) -> None:
         """Raises a UserError if a parameter lacks its gradient, because ranks add gradients in the same order."""
