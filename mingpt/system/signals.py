@@ -72,9 +72,10 @@ class SignalHandler:
     def __enter__(self) -> "SignalHandler":
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():  # other threads can't handle signals
-            # The parent of this process has had others ignored, such as nohup, or `&` in a script.
-            handled = [number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN]
-            self.old_handlers = {number: signal.signal(number, self._record) for number in handled}
+            for number in EXIT_STATUS:
+                # The parent of this process has had others ignored, such as nohup, or `&` in a script.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.old_handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
