@@ -261,7 +261,6 @@ class SnapshotManager:
         self.uploader.shutdown(wait=False, cancel_futures=True)
 
 
-@torch.no_grad()
 def _copy(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU, from CUDA to pinned memory, which PyTorch reuses for the next save."""
     # On other devices, non_blocking is unsafe without pinned memory
