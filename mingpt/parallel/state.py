@@ -11,6 +11,7 @@ from mingpt.distributed.context import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
 FullState = Iterator[tuple[str, Tensor, dict[str, Tensor]]]  # name in the state dict, full value, optimizer state
+Groups = list[dict[str, Any]]  # of an optimizer's parameters
 Layout = tuple[list[int], str]  # shape and dtype
 
 
@@ -50,7 +51,7 @@ class RankState:
     full_shapes: Mapping[str, Tensor]
     local_state: dict[str, dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
-    built_groups: list[dict[str, Any]]
+    built_groups: Groups
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -60,14 +61,14 @@ class RankState:
         """
         return self.full_model.state_dict(keep_vars=True)
 
-    def changed_groups(self) -> list[dict[str, Any]]:
+    def changed_groups(self) -> Groups:
         """Returns the numbers that steps have changed in each parameter group, except for the learning rate."""
         return [
             {key: value for key, value in group.items() if key not in ("params", "lr") and value is not built.get(key)}
             for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True)
         ]
 
-    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
+    def load_changed_groups(self, changes: Groups) -> None:
         """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
         for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
             group.update(changed)
