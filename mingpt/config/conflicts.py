@@ -3,8 +3,6 @@
 Each message begins with the name of a key.
 """
 
-from collections.abc import Iterable
-
 from mingpt.config.schema import Config
 from mingpt.errors import UserError
 
@@ -124,7 +122,7 @@ def fp16_obstacle(config: Config) -> str | None:
     return None
 
 
-def refuse(conflicts: Iterable[str]) -> None:
+def refuse(conflicts: list[str]) -> None:
     """Raises a UserError that lists all conflicts, if there are any."""
-    if messages := list(conflicts):
-        raise UserError("\n  ".join(messages))
+    if conflicts:
+        raise UserError("\n  ".join(conflicts))

@@ -1,7 +1,7 @@
 """Lets ranks agree on values and errors, which they exchange as JSON on the CPU."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ def broadcast_object(ranks: RankGroup, value: T, source: int = 0) -> T:
 
 def check_equal(
     ranks: RankGroup,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     *,
     advice: str = "start all of them with the same code, text, yaml and options",
 ) -> None:
@@ -61,7 +61,7 @@ def check_equal(
     Raises:
         UserError: on all ranks, with the rank, the name, both values and `advice`.
     """
-    difference = _first_difference(all_gather_object(ranks, dict(values)))
+    difference = _first_difference(all_gather_object(ranks, values))
     if difference is not None:
         raise UserError(f"{difference}; {advice}")
 
@@ -89,7 +89,7 @@ def _all_gather(ranks: RankGroup, tensor: Tensor) -> list[Tensor]:
     return rows
 
 
-def _first_difference(values: Sequence[dict[str, Any]]) -> str | None:
+def _first_difference(values: list[dict[str, Any]]) -> str | None:
     first, *others = values
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
