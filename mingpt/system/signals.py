@@ -1,7 +1,6 @@
 """Stops a run after a signal, or when torchrun ends."""
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -67,7 +66,7 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.signal = 0
-        self.received = math.inf  # time of the first signal
+        self.received = 0.0  # time of the first signal
 
     def __enter__(self) -> "SignalHandler":
         self.old_handlers = {}
@@ -93,8 +92,8 @@ class SignalHandler:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        is_second = number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS
-        if is_second and not is_interactive():
+        if self.signal == 0:
+            self.signal = number
+            self.received = now
+        elif number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS and not is_interactive():
             os._exit(130)
-        self.received = min(self.received, now)
-        self.signal = self.signal or number
