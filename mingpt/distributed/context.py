@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,19 +99,18 @@ class DistributedContext(RankGroup):
         return [PendingNumbers(column, work) for column in rows.T]
 
 
-class PendingNumbers:
+class PendingNumbers(NamedTuple):
     """An integer of each rank, in an exchange that runs while the caller continues.
 
     gloo exchanges them on the CPU, so `wait` does not wait for a GPU.
 
-    Args:
+    Attributes:
         values: of each rank; filled when `work` is done
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, values: Tensor, work: dist.Work | None) -> None:
-        self.values = values
-        self.work = work
+    values: Tensor
+    work: dist.Work | None
 
     def wait(self) -> list[int]:
         """Returns the values of all ranks, in rank order."""
