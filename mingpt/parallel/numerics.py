@@ -39,8 +39,8 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
     else:
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
-        choices_of_ranks = all_gather_object(context, choice)
-        threads, threads_reason = min(choices_of_ranks)  # the slowest rank determines the time of a step
+        # The slowest rank determines the time of a step.
+        threads, threads_reason = min(all_gather_object(context, choice))
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"), fp16_obstacle(config))
     check_equal(context, {"the precision that trainer.precision: auto selects": precision}, advice="set it to either")
     torch.set_num_threads(threads)
