@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -232,8 +231,9 @@ class Terminal:
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration like 1:02:33, or 1 day, 1:02:33."""
-    return str(timedelta(seconds=round(seconds)))
+    """Formats a duration like 1:02:33."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 class StepTimer:
