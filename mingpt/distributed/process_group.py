@@ -58,8 +58,7 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
     is_backend_error = isinstance(error, dist.DistBackendError) or (
         isinstance(error, RuntimeError) and any(words in str(error).lower() for words in GLOO_ERRORS)
     )
-    first_line = str(error).partition("\n")[0]
-    summary = "" if is_backend_error else f"{type(error).__name__}: {first_line}"
+    summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     cause = f"rank 0 has ended, or does not answer: {error}"
 
     handler.is_reporter = is_backend_error or handler.is_reporter  # each rank, unless the store answers
