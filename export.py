@@ -4,9 +4,7 @@ import argparse
 import os
 import re
 import shlex
-import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,7 +73,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens={config.block_siz
 
 
 def run(argv: Sequence[str]) -> None:
-    """Exports a snapshot to a temporary folder in the folder, then moves the files.
+    """Exports a snapshot to a folder.
 
     Raises:
         UserError: transformers or the snapshot is missing, transformers does not have such a model, or the folder can't
@@ -89,13 +87,11 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="new or empty folder")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C raises, so that no unfinished folder remains
     check_torch()
-    path = default_snapshot_path() if args.snapshot is None else args.snapshot
+    path = args.snapshot or default_snapshot_path()
     out = Path(args.out)
     pretrained = load_pretrained(path, "--snapshot")
     try:
-        os.fsencode(out).decode()  # tokenizers needs a path in UTF-8
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out: {out} is not an empty folder; name an empty or a new folder")
         if "step" not in pretrained.snapshot:
@@ -107,15 +103,11 @@ def run(argv: Sequence[str]) -> None:
         tokenizer = hf_tokenizer(pretrained)
         model = hf_model(pretrained, tokenizer.eos_token_id)
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix="unfinished-") as folder:
-            tokenizer.save_pretrained(folder)
-            Path(folder, "tokenizer.json").write_text(pretrained.tokenizer.to_json(), encoding="utf-8")
-            model.save_pretrained(folder)
-            card = model_card(pretrained, out.absolute().name)
-            Path(folder, "README.md").write_text(card, encoding="utf-8")
-            for file in os.listdir(folder):
-                os.replace(Path(folder, file), out / file)
-    except (OSError, UnicodeError) as error:
+        tokenizer.save_pretrained(out)
+        (out / "tokenizer.json").write_text(pretrained.tokenizer.to_json(), encoding="utf-8")
+        model.save_pretrained(out)
+        (out / "README.md").write_text(model_card(pretrained, out.absolute().name), encoding="utf-8")
+    except OSError as error:
         raise UserError(f"--out: {out} can't be written: {error}; name a folder that you may write to") from error
     print(
         f"{out}: step {pretrained.snapshot['step']}; open it with transformers' "

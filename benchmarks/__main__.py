@@ -10,7 +10,6 @@ Further options are main.py's and apply to both sides.
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mingpt.errors import UserError
+from mingpt.monitoring.run_log import iter_metrics
 from mingpt.program import run_program
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def measure(side: Side, ranks: int, steps: int) -> float:
         )
         if done.returncode:
             raise UserError(f"{command}: {done.stderr}")
-        rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+        rows = list(iter_metrics(Path(run_dir, "metrics.jsonl")))
     return [row["tokens_per_second"] for row in rows if row["event"] == "train"][-1]
 
 

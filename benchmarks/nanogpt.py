@@ -8,6 +8,7 @@ Its precision is nanoGPT's default: fp32 on a CPU, and the configured one on a G
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch.nn.utils import clip_grad_norm_
 from main import process_group
 from mingpt.config.parser import read_config
 from mingpt.distributed.launcher import RankInfo
-from mingpt.parallel.strategy import DTYPES
 from mingpt.program import exit_process, run_program
 from trainer import StepResult, Trainer
 
@@ -31,7 +31,6 @@ class NanoGPT(Trainer):
         device = self.context.device
         self.other: Any = runpy.run_path(f"{folder}/model.py")["GPT"](self.model.config).to(device)
         self.optimizer = self.other.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
-        self.dtype = DTYPES[self.numerics.precision] if device.type == "cuda" else torch.float32
         if device.type == "cuda":
             self.other.compile()
         self.batches = self.random_batches()
@@ -53,7 +52,7 @@ class NanoGPT(Trainer):
 
     def train_step(self) -> StepResult:
         x, y = next(self.batches)
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.strategy.autocast() if x.is_cuda else nullcontext():
             _, loss = self.other(x, y)
         loss.backward()
         norm = clip_grad_norm_(self.other.parameters(), 1.0)

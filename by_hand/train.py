@@ -26,13 +26,10 @@ LEARNING_RATE = 0.02  # for one rank
 def main():
     backend = "gloo"
     device = "cpu"
-    device_ids = None
     if torch.cuda.is_available():
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)  # without this, "cuda" would be GPU 0 on all ranks
         backend = "nccl"
         device = "cuda"
-        device_ids = [local_rank]
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # without this, "cuda" would be GPU 0 on all ranks
     dist.init_process_group(backend)
     n = dist.get_world_size()
 
@@ -42,7 +39,7 @@ def main():
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
-    model = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
+    model = nn.parallel.DistributedDataParallel(model)
     # With n ranks, a batch is n times as large, and an epoch has 1/n of the steps. So each step is n times as large.
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * n, momentum=0.9)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mingpt.errors import PeerError, UserError, is_oom_error
-from mingpt.monitoring.logging import configure_logging, is_reporter, logger
+from mingpt.monitoring.logging import configure_logging, handler, logger
 from mingpt.system.signals import is_interactive
 
 
@@ -34,7 +34,7 @@ def run_program(run: Callable[[Sequence[str]], int | None], argv: Sequence[str],
     except SystemExit as ended:  # from argparse
         status = int(ended.code or 0)
     except (UserError, PeerError) as error:
-        if is_reporter():
+        if handler.is_reporter:
             logger.error(str(error))
         status = 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:  # the reader of stdout closed it

@@ -8,7 +8,7 @@ from typing import Any
 from mingpt.config.schema import Config, keys_without_places
 from mingpt.config.yaml_format import format_value
 from mingpt.monitoring.run_log import duration
-from mingpt.snapshot.format import Best
+from mingpt.snapshot.format import Best, Header
 from mingpt.snapshot.load import NEW_RUN
 from mingpt.text.corpus import Corpus
 
@@ -36,7 +36,7 @@ def data_rows(config: Config, corpus: Corpus, train_windows: int, val_windows: i
     }
 
 
-def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
+def resumed(path: str, then: Header, now: Header) -> str:
     """Returns the snapshot's file, and what has changed since it was saved.
 
     Args:
@@ -55,7 +55,7 @@ def resumed(path: str, then: dict[str, Any], now: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def changed_values(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_values(then: Header, now: Header) -> list[str]:
     """Returns each key (except for places), file of code, text, hardware and PyTorch that two snapshots differ in."""
     before = _comparable(then)
     return [
@@ -65,7 +65,7 @@ def changed_values(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _comparable(header: dict[str, Any]) -> dict[str, Any]:
+def _comparable(header: Header) -> dict[str, Any]:
     choices = {name: header["choices"][name] for name in ("hardware", "pytorch")}
     text = {"the text's SHA-256": header["text_sha256"], "the training part": header["train_split"]}
     return keys_without_places(header["config"]) | header["code"] | text | choices

@@ -3,18 +3,12 @@
 Each message begins with the name of a key.
 """
 
-from collections.abc import Iterable
-
 from mingpt.config.schema import Config
 from mingpt.errors import UserError
 
 
-def find_conflicts(config: Config, precision: str | None = None) -> list[str]:
-    """Returns a message for each conflict between keys.
-
-    Args:
-        precision: the precision that a run has chosen (fp32, bf16 or fp16); None: as configured
-    """
+def find_conflicts(config: Config) -> list[str]:
+    """Returns a message for each conflict between keys."""
     model, optimizer, trainer, distributed = config.model, config.optimizer, config.trainer, config.distributed
     offload = distributed.cpu_offload
     tree = distributed.reduction == "tree"
@@ -31,7 +25,7 @@ def find_conflicts(config: Config, precision: str | None = None) -> list[str]:
             "trainer.max_epochs and trainer.max_steps are both null; set one, or training would not end",
         ),
         (
-            (precision or trainer.precision) == "fp16" and obstacle,
+            trainer.precision == "fp16" and obstacle,
             f"trainer.precision is {trainer.precision}, must be fp32 or bf16 with {obstacle}",
         ),
         (offload and distributed.strategy != "fsdp", "distributed.strategy must be fsdp with distributed.cpu_offload"),
@@ -128,7 +122,7 @@ def fp16_obstacle(config: Config) -> str | None:
     return None
 
 
-def refuse(conflicts: Iterable[str]) -> None:
+def refuse(conflicts: list[str]) -> None:
     """Raises a UserError that lists all conflicts, if there are any."""
-    if messages := list(conflicts):
-        raise UserError("\n  ".join(messages))
+    if conflicts:
+        raise UserError("\n  ".join(conflicts))

@@ -2,7 +2,6 @@
 
 import difflib
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,16 +110,16 @@ def _read_command_line(argv: Sequence[str]) -> tuple[list[str], Values]:
     """Returns the files of --config, and the values of other options: `--name value` or `--name=value`."""
     files: list[str] = []
     values: Values = {}
-    words = deque(word for word in argv if word != "--print_config")
+    words = [word for word in argv if word != "--print_config"]
     while words:
-        option, equals, text = words.popleft().partition("=")
+        option, equals, text = words.pop(0).partition("=")
         if not option.startswith("--"):
             raise UserError(
                 f"{option!r} (in {COMMAND_LINE}) does not belong to an option: write --section.key VALUE, and quote "
                 "values with blanks and patterns of files; --help lists all keys"
             )
         if not equals and words and not words[0].startswith("--"):
-            text = words.popleft()
+            text = words.pop(0)
         name = option.removeprefix("--")
         if name == "config":
             files.append(text)

@@ -37,7 +37,7 @@ def _expand_path(path: str) -> str:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if re.search(r"\$(\w|{)", expanded):
         raise PydanticCustomError("path", "a path whose variables are set in the environment")
-    return re.sub("^-", "./-", expanded)  # a command would take a path that begins with a dash for an option
+    return expanded
 
 
 def _check_folder(path: str) -> str:

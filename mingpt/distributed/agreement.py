@@ -1,8 +1,9 @@
 """Lets ranks agree on values and errors, which they exchange as JSON on the CPU."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from mingpt.errors import UserError
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
+@dataclass
 class RankGroup:
     """Ranks that exchange objects.
 
@@ -24,41 +25,34 @@ class RankGroup:
         group: their process group; None: all ranks, or a single process, which needs no process group
     """
 
+    rank: int
+    world_size: int
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
 
-
-def reduce_object(ranks: RankGroup, value: T, combine: Callable[[list[T]], R]) -> R:
-    """Returns the result of `combine` for the values of all ranks, in rank order.
+def all_gather_object(ranks: RankGroup, value: T) -> list[T]:
+    """Returns the values of all ranks, in rank order.
 
     Values must be serializable to JSON. With several ranks, tuples become lists.
     """
     if ranks.world_size == 1:
-        return combine([value])
+        return [value]
     # JSON instead of pickle, which would run code from any process that connects to a rank's port.
     message = json.dumps(value).encode()
     size = max(map(int, _all_gather(ranks, torch.tensor([len(message)]))))
     rows = _all_gather(ranks, torch.frombuffer(bytearray(message.ljust(size)), dtype=torch.uint8))
-    return combine([json.loads(row.numpy().tobytes()) for row in rows])
-
-
-def all_gather_object(ranks: RankGroup, value: T) -> list[T]:
-    """Returns the values of all ranks, in rank order. See `reduce_object`."""
-    return reduce_object(ranks, value, list)
+    return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
 def broadcast_object(ranks: RankGroup, value: T, source: int = 0) -> T:
-    """Returns the source rank's value. See `reduce_object`."""
+    """Returns the source rank's value. See `all_gather_object`."""
     sent = value if ranks.rank == source else None
-    return reduce_object(ranks, sent, lambda values: values[source])  # type: ignore[return-value]
+    return all_gather_object(ranks, sent)[source]  # type: ignore[return-value]
 
 
 def check_equal(
     ranks: RankGroup,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     *,
     advice: str = "start all of them with the same code, text, yaml and options",
 ) -> None:
@@ -67,7 +61,7 @@ def check_equal(
     Raises:
         UserError: on all ranks, with the rank, the name, both values and `advice`.
     """
-    difference = reduce_object(ranks, dict(values), _first_difference)
+    difference = _first_difference(all_gather_object(ranks, values))
     if difference is not None:
         raise UserError(f"{difference}; {advice}")
 
@@ -95,7 +89,7 @@ def _all_gather(ranks: RankGroup, tensor: Tensor) -> list[Tensor]:
     return rows
 
 
-def _first_difference(values: Sequence[dict[str, Any]]) -> str | None:
+def _first_difference(values: list[dict[str, Any]]) -> str | None:
     first, *others = values
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):

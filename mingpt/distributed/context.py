@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import machine_id
 from mingpt.monitoring.logging import set_rank
 from mingpt.system.device import choose_device
-from mingpt.system.torch_versions import all_gather_single
 
 DEVICE_ADVICE = (
     "PyTorch sees no GPU on the ranks with cpu; check the driver there with nvidia-smi, or train on CPUs everywhere "
@@ -56,12 +55,10 @@ class DistributedContext(RankGroup):
     def subgroup(self, groups: Iterable[Sequence[int]]) -> "DistributedContext":
         """Returns the context of the group that includes this rank. All ranks must list the same groups."""
         context = copy(self)
-        for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=self.timeout)
-            if self.rank in ranks:
-                context.rank = ranks.index(self.rank)
-                context.world_size = len(ranks)
-                context.group = group
+        lists = [list(ranks) for ranks in groups]
+        context.group, _ = dist.new_subgroups_by_enumeration(lists, timeout=self.timeout)
+        context.rank = dist.get_rank(context.group)
+        context.world_size = dist.get_world_size(context.group)
         return context
 
     @property
@@ -71,14 +68,11 @@ class DistributedContext(RankGroup):
             return "none, one process"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def shard_range(self, first: int, count: int, rank: int | None = None) -> range:
-        """Returns a rank's shard of [first, first + count), by default this rank's. Sizes differ by at most one."""
+    def shard(self, numbers: range, rank: int | None = None) -> range:
+        """Returns a rank's shard of a range, by default this rank's. Sizes differ by at most one."""
         rank = self.rank if rank is None else rank
-        return range(first + count * rank // self.world_size, first + count * (rank + 1) // self.world_size)
-
-    def max_shard_size(self, count: int) -> int:
-        """Returns the size of the largest shard of `count` samples."""
-        return -(-count // self.world_size)
+        count = len(numbers)
+        return numbers[count * rank // self.world_size : count * (rank + 1) // self.world_size]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums the tensor over ranks, in place."""
@@ -94,34 +88,32 @@ class DistributedContext(RankGroup):
     def begin_step(self, *numbers: int) -> "list[PendingNumbers]":
         """Starts to exchange integers, which all ranks must do. Returns, for each of them, the values of all ranks."""
         mine = torch.tensor(numbers)
-        rows = mine
+        rows = mine[None]
         work = None
         if self.world_size > 1:
             # If ranks wait for one that hangs, all of them show where they are.
             seconds = self.timeout.total_seconds()
             faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)  # type: ignore[arg-type]
-            rows = torch.empty(self.world_size * len(mine), dtype=mine.dtype)
-            work = all_gather_single(rows, mine, async_op=True)
-        return [PendingNumbers(column, work) for column in rows.view(-1, len(mine)).T]
+            rows = mine.new_empty(self.world_size, len(mine))
+            work = dist.all_gather(list(rows), mine, async_op=True)
+        return [PendingNumbers(column, work) for column in rows.T]
 
 
-class PendingNumbers:
+class PendingNumbers(NamedTuple):
     """An integer of each rank, in an exchange that runs while the caller continues.
 
     gloo exchanges them on the CPU, so `wait` does not wait for a GPU.
 
-    Args:
+    Attributes:
         values: of each rank; filled when `work` is done
         work: the exchange; None: there is only one rank
     """
 
-    def __init__(self, values: Tensor, work: dist.Work | None) -> None:
-        self.values = values
-        self.work = work
+    values: Tensor
+    work: dist.Work | None
 
     def wait(self) -> list[int]:
         """Returns the values of all ranks, in rank order."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
         return self.values.tolist()

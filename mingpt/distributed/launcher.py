@@ -70,11 +70,9 @@ def _read_ranks(
 def _master_address(env: Mapping[str, str], default: str | None) -> str | None:
     """Returns env:// if MASTER_ADDR and MASTER_PORT are set, the default if neither is, and None if one is missing."""
     given = [name in env for name in ("MASTER_ADDR", "MASTER_PORT")]
-    if not any(given):
-        return default
-    if not all(given):
-        return None
-    return "env://"
+    if all(given):
+        return "env://"
+    return None if any(given) else default
 
 
 def _slurm_address(env: Mapping[str, str]) -> str | None:

@@ -17,7 +17,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.launcher import RankInfo
 from mingpt.distributed.rendezvous import rendezvous, resolve_init_method, select_gloo_interface, uses_agent_store
 from mingpt.errors import UserError
-from mingpt.monitoring.logging import is_reporter, logger, set_reporter
+from mingpt.monitoring.logging import handler, logger
 
 WAIT_SECONDS = 2.0  # seconds until a rank logs that it is waiting for the others
 ERROR_SECONDS = 2.0  # all ranks that are alive get an error within this time after the first one
@@ -39,7 +39,7 @@ def connect(config: Config, info: RankInfo) -> dist.Store:
         select_gloo_interface(is_one_host, init_method)
         return store
     except (ValueError, RuntimeError, OSError) as error:
-        set_reporter(True)  # other ranks may fail for other reasons
+        handler.is_reporter = True  # other ranks may fail for other reasons
         raise UserError(
             f"rank {info.rank} of {info.world_size} on {platform.node()} could not join a process group at "
             f"{init_method} (distributed.timeout_seconds is {seconds:g}): {error}; check that all processes have "
@@ -61,7 +61,7 @@ def explain(store: dist.Store, info: RankInfo, error: Exception) -> str:
     summary = "" if is_backend_error else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     cause = f"rank 0 has ended, or does not answer: {error}"
 
-    set_reporter(is_backend_error or is_reporter())  # each rank, unless the store answers
+    handler.is_reporter = is_backend_error or handler.is_reporter  # each rank, unless the store answers
 
     def find_cause() -> None:
         nonlocal cause
@@ -89,7 +89,7 @@ def _find_cause(store: dist.Store, info: RankInfo, error: Exception) -> str:
         missing = f"rank {', '.join(silent)}: dead, stopped, cut off or hanging, or waiting for such a rank"
         store.compare_set("cause", "", "; ".join(failed) or (missing if silent else str(error)))
     of_machine = range(info.rank - (info.local_rank or 0), info.rank)
-    set_reporter(not any(store.check([f"error/{rank}"]) for rank in of_machine))
+    handler.is_reporter = not any(store.check([f"error/{rank}"]) for rank in of_machine)
     return store.get("cause").decode()
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 from contextlib import suppress
 from threading import RLock
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,9 +19,9 @@ tqdm.set_lock(RLock())
 
 
 class _Handler(logging.Handler):
-    info_stream: Literal["stdout", "stderr"] = "stdout"
+    info_stream: str = "stdout"
     rank = 0
-    is_reporter = True
+    is_reporter = True  # whether this process reports the error that ends it, or leaves that to another one
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self.rank == 0 or record.levelno >= logging.WARNING
@@ -39,18 +39,18 @@ class _Handler(logging.Handler):
             print(message, file=stream, flush=True)
 
 
-_handler = _Handler()
-logger.addHandler(_handler)
+handler = _Handler()
+logger.addHandler(handler)
 logger.setLevel(logging.INFO)
 logger.propagate = False
 
 
-def configure_logging(info_stream: Literal["stdout", "stderr"] = "stdout") -> None:
-    """Sends INFO to this stream. It also makes this process rank 0 and a reporter.
+def configure_logging(info_stream: str = "stdout") -> None:
+    """Sends INFO to this stream, stdout or stderr. It also makes this process rank 0 and a reporter.
 
     Lines on stdout begin with date and time unless it is a terminal.
     """
-    _handler.info_stream = info_stream
+    handler.info_stream = info_stream
     set_rank(0, None)
 
 
@@ -60,14 +60,5 @@ def set_rank(rank: int, local_rank: int | None) -> None:
     All ranks raise it (`shared_errors`). Rank 0 also reports it, since its local rank may have been set by hand to any
     number, and so does a process without a local rank, which was started by hand.
     """
-    _handler.rank = rank
-    _handler.is_reporter = rank == 0 or local_rank in (None, 0)
-
-
-def set_reporter(is_reporter: bool) -> None:
-    """Makes this process report its error, which not all ranks have, or leave that to another process."""
-    _handler.is_reporter = is_reporter
-
-
-def is_reporter() -> bool:
-    return _handler.is_reporter
+    handler.rank = rank
+    handler.is_reporter = rank == 0 or local_rank in (None, 0)

@@ -23,6 +23,8 @@ from mingpt.errors import UserError
 from mingpt.files import replace_file, replaced_file
 from mingpt.monitoring.logging import logger
 
+Values = Mapping[str, Any]  # of a row, by name
+
 
 class RunLog:
     """The rows of a run. Nothing is written or shown before `open`, which only rank 0 calls."""
@@ -84,7 +86,7 @@ class MetricsFile:
         # It stays this run's file if the folder is moved.
         self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
-    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, event: str, step: int, values: Values) -> None:
         """Appends a row with a single write, so that a kill or a full disk leaves at most one torn row."""
         line = _encode_row({"event": event, "step": step, "time": time.time(), **values})
         size = self.file.seek(0, os.SEEK_END)
@@ -96,7 +98,7 @@ class MetricsFile:
         self.file.close()
 
 
-def _encode_row(row: Mapping[str, Any]) -> bytes:
+def _encode_row(row: Values) -> bytes:
     """Returns a line of JSON. Infinity, the norm of fp16 gradients that overflow, is not JSON and becomes null."""
     values = {}
     for name, value in row.items():
@@ -119,7 +121,7 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
-    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, event: str, step: int, values: Values) -> None:
         if event == "sample":
             self.writer.add_text("sample", indent(values["text"], "    "), step)  # verbatim, in Markdown
         elif event in ("train", "eval"):
@@ -169,7 +171,7 @@ class WeightsAndBiases:
             ) from error
         replace_file(file, self.run.id)
 
-    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, event: str, step: int, values: Values) -> None:
         if event in ("train", "eval"):
             self.run.log(dict(values), step=step)
 
@@ -202,17 +204,17 @@ class Terminal:
             file=sys.stdout,
         )
 
-    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, event: str, step: int, values: Values) -> None:
         if event == "train":
             self.bar.n = step
             self.bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tokens/s")
-        if event == "train" and self.bar.disable:
-            pace = (time.monotonic() - self.started) / (step - self.first_step)
-            logger.info(
-                f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
-                f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
-                f"{values['tokens_per_second']:,.0f} tokens/s  {duration(pace * (self.last_step - step))} left"
-            )
+            if self.bar.disable:
+                pace = (time.monotonic() - self.started) / (step - self.first_step)
+                logger.info(
+                    f"step {step:>{len(str(self.last_step))}}/{self.last_step}  loss {values['loss']:.4f}  "
+                    f"lr {values['learning_rate']:.2e}  grad_norm {values['grad_norm']:.2f}  "
+                    f"{values['tokens_per_second']:,.0f} tokens/s  {duration(pace * (self.last_step - step))} left"
+                )
         elif event == "eval":
             logger.info(
                 f"step {step}: validation loss {values['val_loss']:.4f} nats per token, {values['val_bpb']:.4f} bits "
@@ -272,6 +274,4 @@ def iter_metrics(file: Path) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as lines:
         for line in lines:
             with suppress(ValueError):
-                row = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity of other tools
-                if isinstance(row, dict) and "step" in row:
-                    yield row
+                yield json.loads(line)

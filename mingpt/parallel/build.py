@@ -24,9 +24,9 @@ def build_strategy(config: Config, model: GPT, context: DistributedContext, prec
         precision: fp32, bf16 or fp16
 
     Raises:
-        UserError: the precision conflicts with the strategy.
+        UserError: keys conflict, in a configuration that was not read by `read_config`.
     """
-    refuse(find_conflicts(config, precision))
+    refuse(find_conflicts(config))
     if config.distributed.pipeline_stages > 1:
         from mingpt.parallel.pipeline import PipelineParallel, Stages
 
@@ -50,27 +50,28 @@ def build_data_parallel(
     if config.trainer.compile:
         compile_model(model)
     cfg = config.distributed
+    arguments = (model, context, config, precision)
     if not cfg.uses_fsdp:  # fully_shard moves one block after another, so a model may be larger than a device
         model.to(context.device)
     if cfg.reduction == "tree":
         from mingpt.parallel.tree_reduction import TreeReduction
 
-        return TreeReduction(model, context, config, precision)
+        return TreeReduction(*arguments)
     if context.world_size == 1 and not cfg.uses_fsdp:
         if config.trainer.cuda_graphs:
             from mingpt.parallel.cuda_graphs import CUDAGraphs
 
-            return CUDAGraphs(model, context, config, precision)
-        return Strategy(model, context, config, precision)
+            return CUDAGraphs(*arguments)
+        return Strategy(*arguments)
     if cfg.strategy == "ddp":
-        return DDP(model, context, config, precision, example)
+        return DDP(*arguments, example)
     from mingpt.parallel.sharded import FSDP, ZeRO1, ZeRO2
 
     if cfg.strategy == "zero1":
-        return ZeRO1(model, context, config, precision, example)
+        return ZeRO1(*arguments, example)
     if cfg.strategy == "zero2":
-        return ZeRO2(model, context, config, precision)
-    return FSDP(model, context, config, precision)
+        return ZeRO2(*arguments)
+    return FSDP(*arguments)
 
 
 def compile_model(model: nn.Module) -> None:

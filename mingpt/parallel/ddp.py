@@ -1,8 +1,5 @@
 """DistributedDataParallel: each rank has the full model."""
 
-from contextlib import nullcontext
-
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,7 +27,6 @@ class DDP(Strategy):
         self.loss_factor = context.world_size  # DDP averages over ranks
         self.ddp = DistributedDataParallel(
             model,
-            device_ids=[context.device] if context.device.type == "cuda" else None,
             process_group=context.group,
             bucket_cap_mb=config.distributed.bucket_cap_mb,
             gradient_as_bucket_view=True,
@@ -47,9 +43,7 @@ class DDP(Strategy):
         determines the last bits of each sum, so a resumed run would differ from an uninterrupted one.
         """
         buffers = [buffer.clone() for buffer in model.buffers()]
-        is_compiled = self.config.trainer.compile
-        eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # it imports for a second
-        with eager, self.autocast():
+        with self.eager(), self.autocast():
             output, loss = self.ddp(*example)
             (output if loss is None else loss).sum().backward()
         self.check_gradients()

@@ -1,7 +1,5 @@
 """Validation loss and generated samples during training, with the same bits on any number of ranks."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -59,9 +57,7 @@ def generate_sample(strategy: Strategy, prompt: list[int], seed: int) -> list[in
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([prompt], device=device)  # (1, T)
     # The window grows with each token. torch.compile would compile each new shape, and cuDNN would plan it.
-    is_compiled = strategy.config.trainer.compile
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # its first call takes a second
-    with strategy.autocast(), eager, sdpa_kernel(NOT_CUDNN):
+    with strategy.autocast(), strategy.eager(), sdpa_kernel(NOT_CUDNN):
         tokens = [int(token) for token in model.generate(idx, SAMPLE_LENGTH, temperature=0.8, generator=generator)]
     model.train()
     return prompt + tokens

@@ -6,7 +6,7 @@ import torch
 
 from mingpt.config.conflicts import fp16_obstacle
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import check_equal, reduce_object
+from mingpt.distributed.agreement import all_gather_object, check_equal
 from mingpt.distributed.context import DistributedContext
 from mingpt.system.device import choose_precision, device_kind, set_deterministic
 from mingpt.system.threads import choose_threads
@@ -39,7 +39,8 @@ def set_numerics(config: Config, context: DistributedContext, header: dict[str, 
     else:
         kept = saved["threads"] if saved.get("world_size") == context.world_size else None
         choice = choose_threads(cfg.threads, context.local_world_size, kept)
-        threads, threads_reason = reduce_object(context, choice, min)  # the slowest rank determines the time of a step
+        # The slowest rank determines the time of a step.
+        threads, threads_reason = min(all_gather_object(context, choice))
     precision, reason = choose_precision(cfg.precision, device, saved.get("precision"), fp16_obstacle(config))
     check_equal(context, {"the precision that trainer.precision: auto selects": precision}, advice="set it to either")
     torch.set_num_threads(threads)

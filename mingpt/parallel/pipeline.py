@@ -6,7 +6,7 @@ Pipeline Parallelism for DNN Training", 2019). The ranks with the same stage use
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import all_gather_object, reduce_object
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext, PendingNumbers
 from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
-from mingpt.parallel.state import layout, state_layouts, tied_names
+from mingpt.parallel.state import FullState, layout, parameter_names, state_layouts
 from mingpt.parallel.strategy import MicroBatch, Strategy
 from model import GPT
 
@@ -34,7 +34,6 @@ class Stages:
         replicas: ranks with the same stage, one of each replica
         pipeline: ranks of one replica, in the order of their stages
         tied_embedding: ranks of the first and last stage of a replica; not used on other ranks
-        num_replicas: number of replicas
         stage_of: index of the stage of each tensor in the state dict of the whole model
         full_shapes: tensors on the meta device with the shapes of that state dict
         ties_weights: whether the head is the embedding, which the first and the last stage have
@@ -51,38 +50,34 @@ class Stages:
         self.replicas = context.subgroup(zip(*replicas, strict=True))
         self.pipeline = context.subgroup(replicas)
         self.tied_embedding = context.subgroup([(ranks[0], ranks[-1]) for ranks in replicas])
-        self.num_replicas = len(replicas)
         self.block_size = config.data.block_size
-        self.full_shapes = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in model.state_dict().items()
-        }
+        self.full_shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self.width = model.embed(torch.zeros(1, 1, dtype=torch.long)).size(-1)
         self.ties_weights = not hasattr(model, "lm_head")
         self.model = model
         self.is_first = self.pipeline.rank == 0
         self.is_last = self.pipeline.rank == num_stages - 1
-        tied = tied_names(model)
-        self._remove_other_stages(num_stages)
+        names_of_parameters = parameter_names(model)
+        self._remove_other_stages()
 
         owners = all_gather_object(self.pipeline, list(model.state_dict()))
         self.stage_of: dict[str, int] = {}
         for stage in reversed(range(num_stages)):  # the first stage that has a tensor saves it
             self.stage_of |= dict.fromkeys(owners[stage], stage)
-        several = [names for names in tied if len({self.stage_of[name] for name in names}) > 1]
-        several += [[name] for name, _ in model.named_parameters() if sum(name in names for names in owners) > 1]
-        if several := [names for names in several if names != [f"{WTE}.weight"]]:
+        several = []
+        for names in names_of_parameters:
+            num_owners = sum(any(name in owned for name in names) for owned in owners)
+            if num_owners > 1 and names != [f"{WTE}.weight"]:
+                several.append(" = ".join(names))
+        if several:
             raise UserError(
                 f"distributed.pipeline_stages is {num_stages}, must be 1 for this model.py: several stages have "
-                f"{', '.join(' = '.join(names) for names in several)}; a parameter must belong to a block, wte, wpe, "
-                "ln_f or lm_head"
+                f"{', '.join(several)}; a parameter must belong to a block, wte, wpe, ln_f or lm_head"
             )
 
-    def _remove_other_stages(self, num_stages: int) -> None:
-        stage = self.pipeline.rank
+    def _remove_other_stages(self) -> None:
         transformer = self.model.transformer
-        n_layer = self.model.config.n_layer
-        mine = range(n_layer * stage // num_stages, n_layer * (stage + 1) // num_stages)
+        mine = self.pipeline.shard(range(self.model.config.n_layer))
         for number in self.model.blocks:
             if number not in mine:
                 del transformer["h"][str(number)]  # type: ignore[operator]
@@ -126,8 +121,6 @@ class PipelineParallel(Strategy):
         context: all ranks
     """
 
-    is_sharded = True
-
     def __init__(self, stages: Stages, inner: Strategy, context: DistributedContext) -> None:
         vars(self).update(vars(inner))
         self.stages = stages
@@ -136,28 +129,25 @@ class PipelineParallel(Strategy):
         self.replicas = stages.replicas
         self.pipeline = stages.pipeline
         self.full_shapes = stages.full_shapes
-        self.full_model = PipelinedModel(inner.full_model, self.pipeline, stages.width)
+        self.full_model = PipelinedModel(stages)
 
         cfg = self.config.trainer
         self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
-        self.num_micro_batches = cfg.batch_size // stages.num_replicas // self.micro_batch_size  # of a replica
-        self.stage = _Stage(inner, self.pipeline, *stages.io_shapes(self.micro_batch_size))
+        self.num_micro_batches = cfg.batch_size // self.replicas.world_size // self.micro_batch_size  # of a replica
+        self.stage = _Stage(stages, inner, self.micro_batch_size)
         self.losses: list[Tensor] = []  # terms of the mean loss over the batch
         name = self.config.distributed.pipeline_schedule
         schedule = get_schedule_class(name)
         self.schedule: Any = schedule(self.stage, self.num_micro_batches, self._loss, scale_grads=False)
         context.exit_callbacks.append(self._release)
         self.description = inner.description | {
-            "pipeline": f"replicas x stages: {stages.num_replicas} x {self.pipeline.world_size}, {name}, "
+            "pipeline": f"replicas x stages: {self.replicas.world_size} x {self.pipeline.world_size}, {name}, "
             f"{self.num_micro_batches} micro-batches of {self.micro_batch_size}"
         }
 
     @property
     def state(self) -> dict[str, Tensor]:
         return self.inner.state
-
-    def broadcast_buffers(self) -> None:
-        self.inner.broadcast_buffers()
 
     def _release(self) -> None:
         # All of them refer to the model that the inner strategy has released.
@@ -190,7 +180,6 @@ class PipelineParallel(Strategy):
             self.schedule.step(*inputs, **options, return_outputs=False)
         except RuntimeError as error:  # PyTorch wraps the errors of a stage, such as out-of-memory errors
             raise error.__cause__ or error from None
-        self.inner.reduce_gradients()
         self._reduce_tied_embedding()
         return self.losses or [torch.zeros((), device=self.device)]
 
@@ -215,10 +204,9 @@ class PipelineParallel(Strategy):
         mine = {name: tensor for name, tensor in tensors.items() if self.stages.stage_of[name] == self.pipeline.rank}
         return self.pipeline.all_reduce(self.inner.total_norm(mine) ** 2).sqrt()
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         """Yields the full state. Each rank of the first replica broadcasts its stage's part."""
-        parts = state_layouts(self.local_state)
-        layouts = reduce_object(self.context, parts, lambda parts: dict(ChainMap(*parts)))
+        layouts = ChainMap(*all_gather_object(self.context, state_layouts(self.local_state)))
         inner_state = self.inner.iter_full_state()
         for name, like in self.full_shapes.items():
             source = self.stages.stage_of[name]
@@ -235,20 +223,14 @@ class PipelineParallel(Strategy):
 
 
 class PipelinedModel(nn.Module):
-    """All stages as one model. All ranks of a replica must call it together.
+    """All stages as one model. All ranks of a replica must call it together."""
 
-    Args:
-        stage_model: stage of this rank
-        pipeline: ranks of the replica, in the order of their stages
-        width: last dimension of the tensors that stages exchange
-    """
-
-    def __init__(self, stage_model: GPT, pipeline: DistributedContext, width: int) -> None:
+    def __init__(self, stages: Stages) -> None:
         super().__init__()
-        self.stage_model = stage_model
-        self.pipeline = pipeline
-        self.width = width
-        self.config = stage_model.config
+        self.stage_model = stages.model
+        self.pipeline = stages.pipeline
+        self.width = stages.width
+        self.config = stages.model.config
 
     generate = GPT.generate
 
@@ -275,9 +257,10 @@ class PipelinedModel(nn.Module):
 class _Stage(PipelineStage):
     """A stage that seeds and autocasts each forward pass like other strategies."""
 
-    def __init__(self, inner: Strategy, pipeline: DistributedContext, received: Tensor, sent: Tensor) -> None:
-        device = inner.context.device
-        super().__init__(inner.model, pipeline.rank, pipeline.world_size, device, received, sent, group=pipeline.group)
+    def __init__(self, stages: Stages, inner: Strategy, batch_size: int) -> None:
+        ranks = stages.pipeline
+        shapes = stages.io_shapes(batch_size)
+        super().__init__(inner.model, ranks.rank, ranks.world_size, ranks.device, *shapes, group=ranks.group)
         self.inner = inner
         self.micro_batches: list[MicroBatch] = []
 

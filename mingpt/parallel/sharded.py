@@ -1,7 +1,7 @@
 """Sharded strategies: ZeRO-1 with DDP, ZeRO-2 and ZeRO-3 with FSDP2."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from mingpt.config.schema import Config
-from mingpt.distributed.agreement import reduce_object
+from mingpt.distributed.agreement import all_gather_object
 from mingpt.distributed.context import DistributedContext
-from mingpt.errors import UserError
 from mingpt.optim.muon import to_local
 from mingpt.optim.optimizer import build_optimizer
 from mingpt.parallel.ddp import DDP
-from mingpt.parallel.state import state_layouts
+from mingpt.parallel.state import FullState, state_layouts
 from mingpt.parallel.strategy import DTYPES, Strategy
 
 # With gloo, each FSDP run of Muon would warn that gradients are gathered instead of exchanged (all-to-all).
@@ -34,8 +33,6 @@ class ZeRO1(DDP):
     In fp16, GradScaler waits for the GPU in each step, since ZeroRedundancyOptimizer does not read `found_inf`.
     """
 
-    is_sharded = True
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]
@@ -47,12 +44,9 @@ class ZeRO1(DDP):
         wrapper = partial(ZeroRedundancyOptimizer, parameters_as_bucket_view=True, process_group=self.context.group)
         return build_optimizer(model, self.config.optimizer, self.dtype, wrapper)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        owners = reduce_object(
-            self.context,
-            state_layouts(self.local_state),
-            lambda parts: {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()},
-        )
+    def iter_full_state(self) -> FullState:
+        parts = all_gather_object(self.context, state_layouts(self.local_state))
+        owners = {name: (rank, layouts) for rank, part in enumerate(parts) for name, layouts in part.items()}
         for name, tensor in self.state.items():
             owner, layouts = owners.get(name, (0, {}))  # a frozen parameter and a buffer have no owner
             mine = self.local_state.get(name, {})
@@ -67,7 +61,6 @@ class FSDP(Strategy):
     cpu_offload, shards are in host memory.
     """
 
-    is_sharded = True
     reshard_after_forward = True
 
     def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
@@ -76,9 +69,6 @@ class FSDP(Strategy):
         if config.distributed.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy()
         policy = MixedPrecisionPolicy(DTYPES[precision], torch.float32, cast_forward_inputs=False)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 0:
-                raise UserError(f"model.py: {name} is a scalar, which FSDP does not shard; give it the shape (1,)")
         attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}  # such as no_weight_decay
         for block in dict.fromkeys(model.blocks.values()):  # type: ignore[operator]
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
@@ -97,7 +87,7 @@ class FSDP(Strategy):
         norm = get_total_norm([to_local(tensor) for tensor in tensors.values()]).to(self.context.device)
         return self.context.all_reduce(norm**2).sqrt().to(self.device)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         for name, weight, state in super().iter_full_state():
             yield name, _full_tensor(weight), {key: _full_tensor(tensor) for key, tensor in state.items()}
 

@@ -10,24 +10,27 @@ from mingpt.distributed.agreement import broadcast_object
 from mingpt.distributed.context import DistributedContext
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]  # parameter name -> key -> tensor
+FullState = Iterator[tuple[str, Tensor, dict[str, Tensor]]]  # name in the state dict, full value, optimizer state
+Groups = list[dict[str, Any]]  # of an optimizer's parameters
+Layout = tuple[list[int], str]  # shape and dtype
 
 
-def layout(tensor: Tensor) -> tuple[list[int], str]:
+def layout(tensor: Tensor) -> Layout:
     """Returns shape and dtype as plain data for other ranks."""
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def state_layouts(state: OptimizerState) -> dict[str, dict[str, tuple[list[int], str]]]:
+def state_layouts(state: OptimizerState) -> dict[str, dict[str, Layout]]:
     """Returns the layouts of each parameter's optimizer state, by key."""
     return {name: {key: layout(tensor) for key, tensor in tensors.items()} for name, tensors in state.items()}
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several, like a head that is tied to the embedding."""
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter, which are several for a head that is tied to the embedding."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return list(names.values())
 
 
 class RankState:
@@ -38,19 +41,17 @@ class RankState:
         parameters: parameters of this rank, by GPT-2's names
         full_shapes: tensors with the full shapes of the state of all ranks, by name
         local_state: optimizer state of each parameter that this rank updates, by the parameter's name
-        is_sharded: whether each rank holds only a part of the state, so that all must call `iter_full_state`
         optimizer: its step updates all parameters on all ranks
         built_groups: its parameter groups when it was built
     """
 
-    is_sharded = False
     context: DistributedContext
     full_model: Any
     parameters: dict[str, nn.Parameter]
     full_shapes: Mapping[str, Tensor]
     local_state: dict[str, dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
-    built_groups: list[dict[str, Any]]
+    built_groups: Groups
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -60,19 +61,19 @@ class RankState:
         """
         return self.full_model.state_dict(keep_vars=True)
 
-    def changed_groups(self) -> list[dict[str, Any]]:
+    def changed_groups(self) -> Groups:
         """Returns the numbers that steps have changed in each parameter group, except for the learning rate."""
         return [
             {key: value for key, value in group.items() if key not in ("params", "lr") and value is not built.get(key)}
             for group, built in zip(self.optimizer.param_groups, self.built_groups, strict=True)
         ]
 
-    def load_changed_groups(self, changes: list[dict[str, Any]]) -> None:
+    def load_changed_groups(self, changes: Groups) -> None:
         """Loads what `changed_groups` has returned, maybe on a rank with other groups."""
         for group, changed in zip(self.optimizer.param_groups, changes, strict=False):
             group.update(changed)
 
-    def iter_full_state(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+    def iter_full_state(self) -> FullState:
         """Yields each name in the state dict, its full value and optimizer state. All ranks iterate together.
 
         Tensors are gathered one at a time, because a rank may not have memory for all of them.
@@ -95,7 +96,7 @@ class RankState:
                 if name in self.local_state:
                     self.local_state[name][key] = self.shard_of(tensor, mine[name])
 
-    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: tuple[list[int], str], source: int) -> Tensor:
+    def broadcast(self, tensors: Mapping[str, Tensor], name: str, layout: Layout, source: int) -> Tensor:
         """Returns rank `source`'s tensor of this name on the device of this rank; it ignores other ranks' tensors."""
         shape, dtype = layout
         full = torch.empty(shape, dtype=getattr(torch, dtype), device=self.context.device)

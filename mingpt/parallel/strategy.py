@@ -8,11 +8,12 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -107,15 +108,11 @@ class Strategy(RankState):
         Args:
             batch: sample numbers of the whole batch, over all ranks
         """
-        share = self.context.shard_range(batch.start, len(batch))
-        largest_share = self.context.max_shard_size(len(batch))
+        share = self.context.shard(batch)
+        largest_share = math.ceil(len(batch) / self.context.world_size)
         size = self.config.trainer.micro_batch_size or largest_share
         dummy = range(batch.stop, batch.stop + 1)
-        micro_batches = []
-        for start in range(0, largest_share, size):
-            numbers = share[start : start + size]
-            micro_batches.append(numbers if len(numbers) > 0 else dummy)
-        return micro_batches
+        return [share[start : start + size] or dummy for start in range(0, largest_share, size)]
 
     def read(self, batch: range, data: CharDataset) -> list[MicroBatch]:
         """Reads this rank's micro-batches of a batch. Reading may use random numbers."""
@@ -127,7 +124,7 @@ class Strategy(RankState):
             if num_real < len(numbers):
                 targets = targets.clone()
                 targets[num_real:] = IGNORE_INDEX  # of samples beyond the batch
-            num_targets = int(np.count_nonzero(targets.numpy() != IGNORE_INDEX))
+            num_targets = int((targets != IGNORE_INDEX).sum())
             micro_batches.append(MicroBatch(numbers.start, idx, targets, num_targets))
         return micro_batches
 
@@ -140,9 +137,8 @@ class Strategy(RankState):
 
         Each replica changes them by its own samples, as BatchNorm does with its averages.
         """
-        if self.context.world_size > 1:
-            for buffer in self.model.buffers():
-                self.context.broadcast_tensor(buffer, 0)
+        for buffer in self.model.buffers():
+            self.replicas.broadcast_tensor(buffer, 0)
 
     def zero_grad(self) -> None:
         """Deletes the gradients of the step before."""
@@ -162,7 +158,6 @@ class Strategy(RankState):
         for micro_batch in micro_batches:
             self.set_gradient_sync(micro_batch is micro_batches[-1])
             losses.append(self.accumulate(micro_batch, target_counts))
-        self.reduce_gradients()
         return losses
 
     def accumulate(self, micro_batch: MicroBatch, target_counts: PendingNumbers) -> Tensor:
@@ -180,9 +175,6 @@ class Strategy(RankState):
 
     def set_gradient_sync(self, sync_gradients: bool) -> None:
         """Sets whether the next backward pass, the last one of a step, exchanges gradients between ranks."""
-
-    def reduce_gradients(self) -> None:
-        """Exchanges gradients that the last backward pass has not exchanged."""
 
     def check_gradients(self) -> None:
         """Raises a UserError if a parameter lacks its gradient, because ranks add gradients in the same order."""
@@ -212,6 +204,10 @@ class Strategy(RankState):
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.context.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def eager(self) -> AbstractContextManager:
+        """Runs a compiled model without compiled code within the block. The first call takes a second."""
+        return torch.compiler.set_stance("force_eager") if self.config.trainer.compile else nullcontext()
 
     def mean_loss(self, losses: list[Tensor]) -> Tensor:
         """Returns the mean loss over the batch on all ranks, from the losses that `forward_backward` returned."""

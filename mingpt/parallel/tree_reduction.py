@@ -11,10 +11,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mingpt.config.schema import Config
-from mingpt.distributed.context import DistributedContext, PendingNumbers
+from mingpt.distributed.context import PendingNumbers
 from mingpt.parallel.strategy import MicroBatch, Strategy
 
 
@@ -28,24 +27,17 @@ class Node(NamedTuple):
 class TreeReduction(Strategy):
     """Each rank has the full model, and gradients are summed by the same additions for any number of ranks."""
 
-    def __init__(self, model: nn.Module, context: DistributedContext, config: Config, precision: str) -> None:
-        super().__init__(model, context, config, precision)
-        cfg = config.trainer
-        self.micro_batch_size = cfg.micro_batch_size or cfg.batch_size  # conflicts.py refuses null
-
     def shares(self, batch: range) -> list[range]:
         """Returns the sample numbers of this rank's micro-batches, with the same bounds on any number of ranks."""
-        size = self.micro_batch_size
+        size = self.config.trainer.micro_batch_size or len(batch)  # conflicts.py refuses null
         leaves = [batch[start : start + size] for start in range(0, len(batch), size)]
-        mine = self.context.shard_range(0, len(leaves))
         self.num_leaves = len(leaves)
-        return leaves[mine.start : mine.stop]
+        return [leaves[number] for number in self.context.shard(range(self.num_leaves))]
 
     def forward_backward(self, micro_batches: list[MicroBatch], target_counts: PendingNumbers) -> list[Tensor]:
         """Adds up the gradients and losses of all micro-batches in the tree. Returns the mean loss over the batch."""
         nodes: list[Node] = []  # sums of this rank's leaves
-        first = self.context.shard_range(0, self.num_leaves).start
-        for leaf, micro_batch in enumerate(micro_batches, start=first):
+        for leaf, micro_batch in zip(self.context.shard(range(self.num_leaves)), micro_batches, strict=True):
             loss = self.accumulate(micro_batch, target_counts)
             self.check_gradients()
             gradients = [gradient.flatten() for gradient in self.gradients.values()]
@@ -69,7 +61,7 @@ class TreeReduction(Strategy):
         tree: list[Node] = []
         mine = iter(nodes)
         for rank in range(self.context.world_size):
-            for leaves in subtree_ranges(self.context.shard_range(0, num_leaves, rank), num_leaves):
+            for leaves in subtree_ranges(self.context.shard(range(num_leaves), rank), num_leaves):
                 value = torch.empty(length, device=self.context.device)
                 if rank == self.context.rank:
                     value = next(mine).value

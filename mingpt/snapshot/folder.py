@@ -20,7 +20,7 @@ from mingpt.config.schema import TrainerConfig
 from mingpt.errors import UserError
 from mingpt.files import replaced_file
 from mingpt.monitoring.logging import logger
-from mingpt.snapshot.format import check_content
+from mingpt.snapshot.format import Snapshot, check_content
 
 SNAPSHOT_NAME = re.compile(r"step_(\d{8})\.pt")
 LEFTOVER_NAME = re.compile(rf"{SNAPSHOT_NAME.pattern}\.[0-9a-f]{{32}}\.tmp")  # a killed process has left it
@@ -102,7 +102,7 @@ class SnapshotFolder:
             except FileNotFoundError:
                 return []
 
-    def load_newest(self, after: int = -1) -> dict[str, Any] | None:
+    def load_newest(self, after: int = -1) -> Snapshot | None:
         """Loads the newest undamaged snapshot after a step. Returns None if there is none. Warnings name damaged files.
 
         Raises:
@@ -131,7 +131,7 @@ class SnapshotFolder:
         with raise_user_error(f"{self.path}/{name} can't be deleted", "make it writable"), suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.root}/{name}")  # another machine may have deleted it
 
-    def write(self, snapshot: dict[str, Any], flush: bool) -> None:
+    def write(self, snapshot: Snapshot, flush: bool) -> None:
         """Writes a snapshot to a local folder, then deletes those that have expired.
 
         Args:
@@ -185,7 +185,7 @@ def sync(local: SnapshotFolder, mirror: SnapshotFolder, newest: int, best: int |
     mirror.prune(newest, best)
 
 
-def load_snapshot(path: str) -> dict[str, Any]:
+def load_snapshot(path: str) -> Snapshot:
     """Checks a file or fsspec URL for damage, and loads it onto the CPU, mapped into memory.
 
     Raises:

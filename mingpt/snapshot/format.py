@@ -10,6 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 from mingpt.config.schema import SHAPE_KEYS, GPTConfig
 from mingpt.errors import UserError
 
+Snapshot = dict[str, Any]  # the content of a file
+Header = dict[str, Any]  # a snapshot without its tensors
+
 FORMAT_VERSION = 3
 OTHER_PROGRAMS = "weights of other programs must be a folder of transformers (docs/export.md)"
 # Keys that can't change in a run. They determine the meaning of tensors, the part of the text, and the sample order.
@@ -43,7 +46,7 @@ class Progress:
     best: Best = field(default_factory=Best)
 
     @classmethod
-    def from_header(cls, header: dict[str, Any]) -> "Progress":
+    def from_header(cls, header: Header) -> "Progress":
         """Returns the progress in a snapshot."""
         values = {each.name: header[each.name] for each in fields(cls) if each.name in header}
         return cls(**values | {"best": Best(**header["best"])})
@@ -66,12 +69,12 @@ def check_content(content: Any, path: str) -> None:
         raise UserError(f"{path} is not a snapshot of this code: config.model: {error}") from error
 
 
-def split_header(snapshot: dict[str, Any]) -> dict[str, Any]:
+def split_header(snapshot: Snapshot) -> Header:
     """Returns a snapshot without its tensors."""
     return {key: value for key, value in snapshot.items() if key not in ("model", "optimizer")}
 
 
-def gpt_config(snapshot: dict[str, Any]) -> GPTConfig:
+def gpt_config(snapshot: Snapshot) -> GPTConfig:
     """Returns the shape of a snapshot's model."""
     config = snapshot["config"]
     sizes = {"vocab_size": snapshot["vocab_size"], "block_size": config["data"]["block_size"]}

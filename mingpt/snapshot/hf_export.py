@@ -1,14 +1,13 @@
 """Converts a snapshot to a model and a tokenizer of Hugging Face transformers."""
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel, TokenizersBackend
 
 from mingpt.errors import UserError
-from mingpt.snapshot.hf_format import EMBEDDINGS, GELU_APPROXIMATE, to_transformers
+from mingpt.snapshot.hf_format import EMBEDDINGS, to_transformers
 from mingpt.snapshot.load import Pretrained
 from mingpt.text.tokenizer import JSONTokenizer
 
@@ -64,22 +63,22 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
     for table in EMBEDDINGS & stored.keys():
         stored[table] = stored[table][: config.vocab_size]  # a padded vocabulary has more rows than tokens
     name = "the GPT2LMHeadModel of transformers"
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "hidden_size": config.n_embd,
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": None,
-    }
-    values |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout)
-    names = {approximate: name for name, approximate in reversed(GELU_APPROXIMATE.items())}
-    values["activation_function"] = names[config.gelu_approximate]
-    values["n_ctx"] = config.block_size  # for llama.cpp's convert_hf_to_gguf.py
-    weights = to_transformers(stored)
-    model = GPT2LMHeadModel(GPT2Config(**values)).eval()
+    shape = GPT2Config(  # type: ignore[call-arg]  # it does not list n_ctx
+        vocab_size=config.vocab_size,
+        n_positions=config.block_size,
+        n_ctx=config.block_size,  # for llama.cpp's convert_hf_to_gguf.py
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
+        resid_pdrop=config.dropout,
+        activation_function="gelu_new" if config.gelu_approximate == "tanh" else "gelu",
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+    )
+    model = GPT2LMHeadModel(shape).eval()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.8,
@@ -89,7 +88,7 @@ def hf_model(pretrained: Pretrained, eos_token_id: int | None) -> PreTrainedMode
     # Without model.bias, GPT-2's biases stay zeros.
     biases = {key: bias for key, bias in model.state_dict().items() if key.endswith("bias")}
     try:
-        model.load_state_dict(biases | weights)
+        model.load_state_dict(biases | to_transformers(stored))
     except RuntimeError as error:  # it lists names and shapes
         details = " ".join(str(error).split())
         raise UserError(f"--snapshot: {name} has other weights: {details}") from error

@@ -72,14 +72,13 @@ def load_folder(folder: Path, option: str) -> dict[str, Any]:
         tokenizer = read_tokenizer(str(folder))
         stored = {name: weight.float() for file in files for name, weight in load_file(file).items()}
         weights = from_transformers(stored)
-        rows = len(weights["transformer.wte.weight"])
-    if rows < tokenizer.vocab_size:
+        embedding = weights["transformer.wte.weight"]
+    if len(embedding) < tokenizer.vocab_size:
         raise UserError(
-            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has {rows} rows; "
-            "remove the tokens that were added, or resize the embedding in transformers"
+            f"{option}: {folder}/tokenizer.json has {tokenizer.vocab_size} tokens, but the embedding has "
+            f"{len(embedding)} rows; remove the tokens that were added, or resize the embedding in transformers"
         )
-    for name in EMBEDDINGS & weights.keys():
-        weights[name] = weights[name][: tokenizer.vocab_size]  # there may be more rows than tokens
+    weights["transformer.wte.weight"] = embedding[: tokenizer.vocab_size]  # there may be more rows than tokens
     sections = {"model": model, "data": {"block_size": block_size}}
     return {"config": sections, **snapshot_entries(tokenizer), "model": weights, "optimizer": {}}
 
@@ -93,16 +92,11 @@ def model_section(config: dict[str, Any], source: str) -> tuple[dict[str, Any], 
     Raises:
         UserError: the model has something that model.py lacks.
     """
-    _check(config, SUPPORTED, source)
-    n_embd = config["n_embd"]
-    _check(config, {"n_inner": [None, 4 * n_embd]}, source)
-    gelu = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
-    section = {"n_layer": config["n_layer"], "n_head": config["n_head"], "n_embd": n_embd, "gelu_approximate": gelu}
-    return asdict(ModelConfig()) | section, config["n_positions"]
-
-
-def _check(config: Mapping[str, Any], supported: Mapping[str, list[Any]], source: str) -> None:
+    supported = SUPPORTED | {"n_inner": [None, 4 * config.get("n_embd", 0)]}
     for key, values in supported.items():
         value = config.get(key, values[0])
         if value not in values:
             raise UserError(f"{source} has {key} {json.dumps(value)}, must be {' or '.join(map(json.dumps, values))}")
+    section = {key: config[key] for key in ("n_layer", "n_head", "n_embd")}
+    section["gelu_approximate"] = GELU_APPROXIMATE[config.get("activation_function", "gelu_new")]
+    return asdict(ModelConfig()) | section, config["n_positions"]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from torch import Tensor
@@ -16,7 +15,7 @@ from mingpt.config.yaml_format import format_value
 from mingpt.errors import UserError
 from mingpt.monitoring.logging import logger
 from mingpt.snapshot.folder import SnapshotFolder, load_snapshot, raise_user_error
-from mingpt.snapshot.format import OTHER_PROGRAMS, gpt_config
+from mingpt.snapshot.format import OTHER_PROGRAMS, Header, Snapshot, gpt_config
 from mingpt.snapshot.hf_format import EMBEDDINGS, load_folder
 from mingpt.text.tokenizer import Tokenizer, restore_tokenizer, show_tokens
 from model import GPT
@@ -31,7 +30,7 @@ class Pretrained:
     model_config: GPTConfig
     tokenizer: Tokenizer
     weights: dict[str, Tensor]  # state dict with GPT-2's parameter names
-    snapshot: dict[str, Any]  # full content of the snapshot
+    snapshot: Snapshot  # full content of the snapshot
 
     def build_model(self) -> GPT:
         """Returns the model; raises a UserError if its code has other parameters."""
@@ -58,7 +57,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     with raise_user_error(f"{option}: {path} can't be loaded", advice):
         fs, name = fsspec.url_to_fs(path)
         if os.path.isfile(f"{path}/config.json"):
-            snapshot: dict[str, Any] | None = load_folder(Path(path), option)
+            snapshot: Snapshot | None = load_folder(Path(path), option)
         elif fs.isdir(name):
             snapshot = _load_from_folder(f"{path}/snapshots", best) or _load_from_folder(path, best)
         else:
@@ -68,7 +67,7 @@ def load_pretrained(path: str, option: str, best: bool = False) -> Pretrained:
     return Pretrained(gpt_config(snapshot), restore_tokenizer(snapshot), snapshot["model"], snapshot)
 
 
-def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
+def _load_from_folder(path: str, best: bool) -> Snapshot | None:
     """Loads the newest undamaged snapshot, or the one that it names as the best so far."""
     folder = SnapshotFolder(path)
     newest = folder.load_newest()
@@ -77,7 +76,7 @@ def _load_from_folder(path: str, best: bool) -> dict[str, Any] | None:
 
 
 def fit_config(
-    config: Config, header: dict[str, Any], source: str, names: Sequence[str], adopts_shape: bool, advice: str = ""
+    config: Config, header: Header, source: str, names: Sequence[str], adopts_shape: bool, advice: str = ""
 ) -> Config:
     """Checks the given keys of the configuration against a snapshot, and returns the configuration.
 
@@ -109,10 +108,8 @@ def fit_config(
         mistakes.append(f"{name} is {format_value(found)}, but {shown} in {source}; set it to {shown}")
     if mistakes:
         raise UserError("\n  ".join(mistakes) + advice)
-    config = replace(
-        config, **{name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
-    )
-    return config
+    sections = {name: replace(getattr(config, name), **keys) for name, keys in by_section(adopted).items()}
+    return replace(config, **sections)
 
 
 def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -129,10 +126,7 @@ def load_initial_weights(pretrained: Pretrained, path: str, model: GPT, tokenize
     new = set(tokenizer.vocabulary) - set(pretrained.tokenizer.vocabulary)
     logger.info(f"starting from the weights of {path}; new tokens: {show_tokens(new)}")
     initial = model.state_dict()
-    weights = {
-        name: weight.to(initial[name].dtype) if name in initial else weight
-        for name, weight in pretrained.weights.items()
-    }
+    weights = dict(pretrained.weights)
     old_rows = {token: row for row, token in enumerate(pretrained.tokenizer.vocabulary)}
     rows = [row for row, token in enumerate(tokenizer.vocabulary) if token in old_rows]
     sources = [old_rows[token] for token in tokenizer.vocabulary if token in old_rows]

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mingpt.monitoring.logging import logger
 from mingpt.monitoring.run_log import RunLog
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot.folder import open_folders, sync
-from mingpt.snapshot.format import split_header
+from mingpt.snapshot.format import Header, Snapshot, split_header
 from mingpt.snapshot.load import NEW_RUN, weight_differences
 from mingpt.system.run_lock import RunLock, read_holder
 
@@ -37,8 +37,8 @@ class NewestSnapshot(NamedTuple):
         path: its file on that rank
     """
 
-    header: dict[str, Any]
-    content: dict[str, Any]
+    header: Header
+    content: Snapshot
     source_rank: int
     path: str
 
@@ -46,7 +46,7 @@ class NewestSnapshot(NamedTuple):
 class Save(NamedTuple):
     """A snapshot that a thread writes or uploads; the exception of `future` is why that has failed."""
 
-    header: dict[str, Any]
+    header: Header
     is_flushed: bool  # if it fails, there is a warning; the others are too many
     is_scheduled: bool  # metrics.jsonl gets a row
     future: Future[None]
@@ -73,7 +73,7 @@ class SnapshotManager:
         self.is_writer = context.rank == 0 or (
             context.local_rank == 0 and read_holder(self.run_dir).get("id") != lock_id
         )
-        self.header: dict[str, Any] = {}  # of the newest snapshot that is flushed to disk
+        self.header: Header = {}  # of the newest snapshot that is flushed to disk
         self.writer = ThreadPoolExecutor(1, "snapshot")
         self.uploader = ThreadPoolExecutor(1, "snapshot")
         self.newest_write: Future[None] = Future()
@@ -90,7 +90,7 @@ class SnapshotManager:
         Raises:
             UserError: a rank can't write to its folder of snapshots, or there is none that can be read.
         """
-        content: dict[str, Any] = {}
+        content: Snapshot = {}
         path = ""
         folders = [folder for folder in (self.folder, self.mirror) if folder is not None and self.is_writer]
         with shared_errors(self.context):
@@ -143,7 +143,7 @@ class SnapshotManager:
             return False
         return time.monotonic() >= self.saved_at + max(MIN_SECONDS, self.cost / self.overhead)
 
-    def save(self, header: dict[str, Any], strategy: Strategy, is_scheduled: bool) -> None:
+    def save(self, header: Header, strategy: Strategy, is_scheduled: bool) -> None:
         """Starts to write a snapshot.
 
         If the previous snapshot is still being written, one that is flushed waits for it, and any other is skipped.
@@ -172,7 +172,7 @@ class SnapshotManager:
             self.saves.append(Save(header, is_flushed, is_scheduled, self.newest_write))
         self.saved_at = time.monotonic()
 
-    def _write(self, snapshot: dict[str, Any], is_flushed: bool, cost: float) -> None:
+    def _write(self, snapshot: Snapshot, is_flushed: bool, cost: float) -> None:
         """Writes a snapshot, in the thread. `cost` is the seconds for which training has waited."""
         began = time.thread_time()
         try:
@@ -261,7 +261,6 @@ class SnapshotManager:
         self.uploader.shutdown(wait=False, cancel_futures=True)
 
 
-@torch.no_grad()
 def _copy(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU, from CUDA to pinned memory, which PyTorch reuses for the next save."""
     # On other devices, non_blocking is unsafe without pinned memory

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from mingpt.errors import UserError
-from mingpt.system.torch_versions import cpu_capabilities
 
 # Peak performance by the name of the GPU in PyTorch, in 1e12 FLOP/s, for 16-bit matrix products accumulated in fp32,
 # and for fp32 without TF32. Both are without sparsity, which doubles the numbers in many data sheets. The sources are
@@ -71,10 +70,11 @@ def has_bf16(device: torch.device) -> tuple[bool, str]:
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         return has, f"this GPU has {'' if has else 'no '}bf16 hardware"
     if device.type == "cpu":
-        flags = cpu_capabilities()
-        if flags.get("amx_tile", False):
+        # PyTorch 2.11 or newer; older versions train in fp32 on CPUs
+        flags = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        if flags.get("amx_tile"):
             return True, "this CPU has AMX"
-        if not flags.get("avx512_bf16", False):
+        if not flags.get("avx512_bf16"):
             return False, "this CPU has neither AVX512-BF16 nor AMX"
         if "intel" in str(flags.get("cpu_name", "")).lower():
             return False, "this CPU has AVX512-BF16, but no AMX, without which Intel's fp32 is faster"

@@ -1,7 +1,6 @@
 """Stops a run after a signal, or when torchrun ends."""
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -67,14 +66,15 @@ class SignalHandler:
 
     def __init__(self) -> None:
         self.signal = 0
-        self.received = math.inf  # time of the first signal
+        self.received = 0.0  # time of the first signal
 
     def __enter__(self) -> "SignalHandler":
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():  # other threads can't handle signals
-            # The parent of this process has had others ignored, such as nohup, or `&` in a script.
-            handled = [number for number in EXIT_STATUS if signal.getsignal(number) != signal.SIG_IGN]
-            self.old_handlers = {number: signal.signal(number, self._record) for number in handled}
+            for number in EXIT_STATUS:
+                # The parent of this process has had others ignored, such as nohup, or `&` in a script.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.old_handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -92,8 +92,8 @@ class SignalHandler:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        is_second = number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS
-        if is_second and not is_interactive():
-            os._exit(EXIT_STATUS[signal.Signals(number)])
-        self.received = min(self.received, now)
-        self.signal = self.signal or number
+        if self.signal == 0:
+            self.signal = number
+            self.received = now
+        elif number == signal.SIGINT and now >= self.received + SECOND_SIGNAL_SECONDS and not is_interactive():
+            os._exit(130)

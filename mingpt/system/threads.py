@@ -23,7 +23,8 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal():
         return max(1, int(asked)), "auto: OMP_NUM_THREADS"
-    available = available_cores()
+    # All cores of the machine, or those that this process is bound to
+    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     used = psutil.cpu_percent(0.1, percpu=True)  # by other programs
     cores = round(sum(1 - percent / 100 for core, percent in enumerate(used) if core in available))
     with suppress(OSError, ValueError):  # not Linux, or no limit of CPU time
@@ -31,8 +32,3 @@ def choose_threads(requested: int | str, local_world_size: int, saved: int | Non
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         cores = min(cores, quota // period)
     return max(1, cores // local_world_size), f"auto: {cores} idle cores / {local_world_size} ranks"
-
-
-def available_cores() -> set[int]:
-    """Returns the cores that this process may use: all cores of the machine, or those that it is bound to."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,13 +1,6 @@
-"""The supported versions of PyTorch, and fallbacks for the older ones.
-
-Comments name the version that added a feature. Remove the fallback when that version is the minimum.
-"""
-
-from collections.abc import Mapping
-from typing import Any
+"""The supported versions of PyTorch."""
 
 import torch
-import torch.distributed as dist
 
 from mingpt.errors import UserError
 
@@ -19,14 +12,3 @@ def check_torch() -> None:
         raise UserError(
             f"PyTorch is {torch.__version__}, must be at least 2.10 and below 3; run pip install -r requirements.txt"
         )
-
-
-# PyTorch 2.13, which deprecates all_gather_into_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def cpu_capabilities() -> Mapping[str, Any]:
-    """Returns flags of this CPU, such as `amx_tile` and `avx512_bf16`, and from PyTorch 2.11 on its `cpu_name`."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        return torch.cpu.get_capabilities()
-    return {"amx_tile": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}

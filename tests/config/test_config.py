@@ -138,7 +138,7 @@ def test_text_of_the_command_line_is_taken_as_it_is_and_reads_back_equal(
         argv = [f"--{name}={text}" for name, text in given.items()]
         config = read_config(argv)
         for name, text in given.items():
-            path = re.sub("^-", "./-", os.path.expandvars(os.path.expanduser(text)))
+            path = os.path.expandvars(os.path.expanduser(text))
             assert attrgetter(name)(config) == (path if name in PATHS else text)
         text = printed(capsys, *argv, "--print_config")
         assert text == dump_config(config_to_dict(config))

@@ -1,6 +1,7 @@
 """The process group: its start, collectives, errors and devices."""
 
 import io
+import math
 import os
 import platform
 from concurrent import futures
@@ -29,11 +30,11 @@ from tests.inside import assert_one_message, open_process_group
 def test_shards_cover_the_batch_and_differ_by_at_most_one(world_size: int, count: int) -> None:
     context = DistributedContext(RankInfo(), DistributedConfig())
     context.world_size = world_size
-    shards = [context.shard_range(1000, count, rank) for rank in range(world_size)]
+    shards = [context.shard(range(1000, 1000 + count), rank) for rank in range(world_size)]
     assert [number for shard in shards for number in shard] == list(range(1000, 1000 + count))
     sizes = [len(shard) for shard in shards]
     assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) == context.max_shard_size(count)
+    assert max(sizes) == math.ceil(count / world_size)
 
 
 def test_ranks_share_values_and_errors(tmp_path: Path) -> None:

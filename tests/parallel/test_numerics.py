@@ -32,7 +32,7 @@ def test_choices_are_applied_and_threads_kept_at_the_same_number_of_ranks(
     context: Any = SimpleNamespace(device=device, world_size=world_size, local_world_size=2)
     monkeypatch.setattr(numerics, "check_equal", lambda context, values, advice: None)
     # Another rank could have more threads: a step takes as long as the slowest rank's.
-    monkeypatch.setattr(numerics, "reduce_object", lambda context, value, combine: combine([value, (9, "")]))
+    monkeypatch.setattr(numerics, "all_gather_object", lambda context, value: [value, (9, "")])
     chosen = set_numerics(config, context, {"choices": previous})
     assert (torch.get_num_threads(), chosen.precision) == (expected, "fp32")
     here = {"threads": expected, "world_size": world_size, "hardware": device_kind(device)}

@@ -11,7 +11,6 @@ import torch
 
 from mingpt.system.device import choose_device, choose_precision, gpu_metrics, has_bf16, tune_malloc, use_cuda
 from mingpt.system.threads import choose_threads
-from mingpt.system.torch_versions import cpu_capabilities
 from tests.helpers import run_ranks
 
 CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
@@ -37,7 +36,7 @@ def set_hardware(monkeypatch: pytest.MonkeyPatch) -> SetHardware:
         # By default, PyTorch counts emulation as support.
         has_bf16 = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
-        monkeypatch.setattr("mingpt.system.device.cpu_capabilities", lambda: cpu_flags)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu_flags, raising=False)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -64,8 +63,8 @@ def test_the_device_follows_backend_hardware_and_local_rank(set_hardware: SetHar
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other flags")
 def test_the_flags_that_the_rules_read_exist_in_this_pytorch() -> None:
-    names = {"avx512_bf16", "amx_tile", "cpu_name"} if hasattr(torch.cpu, "get_capabilities") else set()
-    assert names <= set(cpu_capabilities())
+    if hasattr(torch.cpu, "get_capabilities"):
+        assert {"avx512_bf16", "amx_tile", "cpu_name"} <= set(torch.cpu.get_capabilities())
     assert isinstance(has_bf16(CPU)[0], bool)
     assert has_bf16(GPU)[0] in {False, torch.cuda.is_available()}
 
