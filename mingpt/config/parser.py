@@ -31,6 +31,17 @@ Trains a GPT on characters or tokens, in one process or under a launcher like to
 
 """
 
+
+class _Loader(_Loader):
+    """Refuses a key that a file has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            raise yaml.YAMLError(f"a key is there twice: {node.start_mark}")
+        return values
+
+
 Values = dict[str, tuple[Any, str]]  # for each key, such as data.path: the value, and where it was found, for messages
 
 
