@@ -28,7 +28,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, -1).transpose(1, 2).chunk(3, dim=1)  # (B, H, T, C/H)
+        q, k, v = self.c_attn(x).view(B, T, 3 * self.n_head, -1).chunk(3, dim=2)  # (B, T, H, C/H)
+        q = q.transpose(1, 2)  # (B, H, T, C/H)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         y = attention(q, k, v, self.attn_dropout)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 

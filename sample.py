@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 def check_args(args: argparse.Namespace) -> None:
     """Raises a UserError if a number is out of range, the prompt is empty, or there is no GPU."""
     for name, lowest in (("num_samples", 1), ("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        if (value := getattr(args, name)) is not None and value < lowest:
+        if (value := getattr(args, name)) is not None and not value >= lowest:
             raise UserError(f"--{name} is {value}, must be at least {lowest}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")

@@ -312,7 +312,7 @@ class Trainer:
         if step == self.first_step:
             logger.info(summary.already_trained(self.resumed_from, step, self.config, self.last_step))
             return 0
-        val_loss = self.progress.val_loss or math.nan  # the last step evaluates
+        val_loss = self.progress.val_loss or 0.0  # the last step evaluates
         bits = self.corpus.bits_per_byte(val_loss)
         best = self.progress.best
         if best.step not in self.snapshots.folder.files():  # it is damaged, or its save has failed

@@ -32,6 +32,8 @@ FP16 = "--trainer.precision fp16"
 
 # yaml, and parts of the message
 YAML = [
+    (b"trainer:\n  max_steps: 5\nmodel: {n_layer: 1}\ntrainer:\n  log_every: 5\n", ["a key is there twice", "line 1"]),
+    (b"trainer:\n  max_steps: 5\n  max_steps: 9\n", ["a key is there twice", "line 2"]),
     (b"model: {n_layer: 2\n", ["line 2"]),
     (b"model: \xff\xfe\n", ["#x00ff", "position 7"]),
     (b"just words\n", ["'just words'", "data, model"]),

@@ -31,6 +31,17 @@ Trains a GPT on characters or tokens, in one process or under a launcher like to
 
 """
 
+
+class _Loader(yaml.BaseLoader):
+    """Refuses a key that a file has twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            raise yaml.YAMLError(f"a key is there twice: {node.start_mark}")
+        return values
+
+
 Values = dict[str, tuple[Any, str]]  # for each key, such as data.path: the value, and where it was found, for messages
 
 
@@ -85,7 +96,7 @@ def _read_yaml(file: str) -> Values:
     yaml 1.1 would read 010 as 8, 12:30 as 750, and 1e-3 as text.
     """
     try:
-        content = yaml.load(Path(file).read_bytes(), yaml.BaseLoader) or {}
+        content = yaml.load(Path(file).read_bytes(), _Loader) or {}
         if not isinstance(content, dict):
             raise yaml.YAMLError(f"found {content!r}, must be the sections {', '.join(SECTIONS)}")
     except (OSError, yaml.YAMLError) as error:
