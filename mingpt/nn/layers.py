@@ -64,23 +64,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
 
 def use_bmm_attention(q: Tensor, dropout: float) -> bool:
     """Returns whether `bmm_attention` is faster than PyTorch's kernel for queries (B, H, T, D), as measured."""
-    if q.device.type != "cpu":
-        return False
-    if dropout > 0:
-        return True
-    T = q.size(2)
-    if q.dtype == torch.bfloat16:
-        return T <= 512
-    return T <= 128 and _has_several_threads()
-
-
-def _has_several_threads() -> bool:
-    return torch.get_num_threads() > 1
-
-
-# torch.compile can't trace the call. torch.compiler.assume_constant_result also sets this attribute, but it imports
-# torch._dynamo, which takes half a second and needs a folder for temporary files.
-_has_several_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    is_faster = dropout > 0 or (q.dtype == torch.bfloat16 and q.size(2) <= 512)
+    return is_faster and q.device.type == "cpu"
 
 
 def bmm_attention(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
