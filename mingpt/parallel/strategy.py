@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -124,7 +125,7 @@ class Strategy(RankState):
             if num_real < len(numbers):
                 targets = targets.clone()
                 targets[num_real:] = IGNORE_INDEX  # of samples beyond the batch
-            num_targets = int((targets != IGNORE_INDEX).sum())
+            num_targets = int(np.count_nonzero(targets.numpy() != IGNORE_INDEX))
             micro_batches.append(MicroBatch(numbers.start, idx, targets, num_targets))
         return micro_batches
 
