@@ -65,14 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Raises a UserError if a number is out of range, the prompt is empty, or there is no GPU."""
+    """Raises a UserError if a number is out of range, or there is no GPU."""
     for name, lowest in (("num_samples", 1), ("max_new_tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         if (value := getattr(args, name)) is not None and not value >= lowest:
             raise UserError(f"--{name} is {value}, must be at least {lowest}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}, must be greater than 0 and at most 1")
-    if args.prompt == "":
-        raise UserError("--prompt is empty; it must hold at least one character")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device is cuda, but PyTorch sees no CUDA GPU here; set it to cpu")
 
@@ -127,8 +125,10 @@ def run(argv: Sequence[str]) -> None:
         print(evaluate(pretrained, model, *read_tokens(pretrained, args.evaluate, args.field), args.device))
         return
     tokenizer = pretrained.tokenizer
-    prompt = args.prompt or tokenizer.default_prompt
+    prompt = tokenizer.default_prompt if args.prompt is None else args.prompt
     prompt_tokens = tokenizer.encode(prompt, "--prompt").tolist()
+    if not prompt_tokens:
+        raise UserError(f"--prompt {prompt!r} has no tokens; give another one")
     end = None
     if tokenizer.end_of_text and not args.ignore_end:
         end = tokenizer.vocabulary.index(tokenizer.end_of_text)

@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> None:
         "tokenizer.json or its folder; or char",
     )
     parser.add_argument("--field", default="text", help="field of JSON lines and rows (default: %(default)s)")
-    parser.add_argument("--end_of_text", metavar="TOKEN", help="token that ends documents, if it has an unusual name")
+    parser.add_argument("--end_of_text", metavar="TOKEN", help="token of a tokenizer.json that ends documents")
     parser.add_argument(
         "--train_split", type=float, default=0.9, help="fraction to train on, from the start (default: %(default)s)"
     )

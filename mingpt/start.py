@@ -147,7 +147,9 @@ def load_corpus(
             try:
                 write_run_tokens(config.data, folder, tokenizer, is_new)
             except OSError as error:
-                raise UserError(f"trainer.run_dir: {folder} can't be written: {error}; make it writable") from error
+                raise UserError(
+                    f"trainer.run_dir: {folder} can't be written: {error}; free disk space or make it writable"
+                ) from error
     with shared_errors(context):
         corpus = open_folder(folder, config.data)
         known = tokenizer.vocabulary
@@ -160,7 +162,9 @@ def load_corpus(
             )
     identity = {"the text's SHA-256": corpus.identity["text_sha256"], "train_split": corpus.identity["train_split"]}
     identity["the tokenizer's SHA-256"] = hashlib.sha256(corpus.tokenizer.to_json().encode()).hexdigest()
-    check_equal(context, identity)
+    check_equal(
+        context, identity, advice="use the same text everywhere, and delete `data` in the run folder that had another"
+    )
     return corpus
 
 

@@ -72,7 +72,7 @@ OPTIONS = [
     # What the environment, the machine or the text lacks
     ("--data.path none.txt", ["data.path", "No such file", "none.txt"]),
     ("--trainer.sample_prompt 'anna? Yes'", ["sample_prompt: the tokens '?Y' (2 distinct) are not in the training"]),
-    ("--data.path folder", ["data.path", "folder/*.txt in quotes"]),
+    ("--data.path folder", ["data.path", "FOLDER/*.txt in quotes"]),
     ("--model.n_embd 4194304", ["out of memory: lower trainer.micro_batch_size"]),
     ("--optimizer.learning_rate 3e38", ["step 1", "not finite", "(3e+38)"]),
     (f"{STAGES} {FP16}", ["precision is fp16", "fp32 or bf16 with distributed.pipeline_stages"]),

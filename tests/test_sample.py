@@ -159,7 +159,7 @@ def test_evaluate_measures_the_same_documents_in_every_form(trained_on_documents
     [
         ("num_samples", "0", " is 0, must be at least 1"),
         ("prompt", "what?", ": the tokens '?hw' (3 distinct) are not in the training text's vocabulary, '\\n abdeno"),
-        ("prompt", "", " is empty"),
+        ("prompt", "", " '' has no tokens; give another one"),
         ("max_new_tokens", "-1", " is -1, must be at least 0"),
         ("temperature", "-0.5", " is -0.5, must be at least 0"),
         ("top_k", "0", " is 0, must be at least 1"),

@@ -60,9 +60,9 @@ def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_
     if is_token_folder(str(folder)) and not is_new:
         _check_source(config.path, folder)
         return
-    (folder / "train.bin").unlink(missing_ok=True)
 
     def choose_tokenizer(characters: set[str], train_length: int) -> Tokenizer:
+        (folder / "train.bin").unlink(missing_ok=True)  # the text has been read once
         return tokenizer.extended(characters) if is_new else tokenizer
 
     source = {"path": config.path, "files": _stamps(config.path)}
@@ -71,7 +71,8 @@ def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_
 
 def _check_source(path: str, folder: Path) -> None:
     """Raises a UserError if a run has the tokens of another text, and warns if the text has changed."""
-    source = json.loads((folder / "meta.json").read_text())["source"]
+    with readable(f"{folder}/meta.json", "trainer.run_dir"):
+        source = json.loads((folder / "meta.json").read_text())["source"]
     if path != source["path"]:
         raise UserError(
             f"data.path is {path}, but this run trains on the tokens of {source['path']} in {folder}; set it to that "

@@ -56,7 +56,7 @@ class Texts:
 
     def _documents(self, file: OpenFile) -> Iterator[Iterable[str]]:
         """Yields the chunks of each document."""
-        suffixes = {*Path(file.path).suffixes}
+        suffixes = {*Path(file.path).suffixes[-2:]}
         if ".parquet" in suffixes:
             from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - optional
 

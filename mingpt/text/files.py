@@ -28,7 +28,7 @@ def find_files(path: str, key: str) -> list[OpenFile]:
     if not files:
         raise UserError(
             f"{key}: {path} is no file, and no finished folder of data/prepare.py; to use all files of a folder, write "
-            f"{path.rstrip('/')}/*.txt in quotes"
+            "FOLDER/*.txt in quotes"
         )
     return files
 

@@ -17,7 +17,6 @@ from mingpt.text.documents import END_OF_DOCUMENT, Texts
 from mingpt.text.tokenizer import Tokenizer
 
 BATCH_SIZE = 256  # pieces that all cores encode together; their tokens take some 100 MB
-CHECKED = 4  # pieces that are decoded again
 SHOWN = 30  # characters of an example
 
 
@@ -33,7 +32,7 @@ def split_at(pieces: Iterable[str], position: int) -> Iterator[str]:
 
 
 def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each piece of a text and its tokens. Warns if the first tokens are those of another text.
+    """Yields each piece of a text and its tokens. Warns if those of the first piece are another text's.
 
     Args:
         key: key or option of the text, for messages
@@ -49,7 +48,7 @@ def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iter
         while batch := list(islice(pieces, BATCH_SIZE)):
             encoded = tokenizer.encode_batch(batch, key)
             if not is_checked:
-                compare("".join(batch[:CHECKED]), tokenizer.decode(np.concatenate(encoded[:CHECKED])), key)
+                compare(batch[0], tokenizer.decode(encoded[0]), key)
                 is_checked = True
             for piece, tokens in zip(batch, encoded, strict=True):
                 bar.update(len(piece))
@@ -99,13 +98,13 @@ def prepare(
     train_length = int(length * train_split)
     if not 0 < train_length < length:
         raise UserError(f"{texts.key}: {length} characters, of which train_split {train_split} leaves none for a part")
-    if has_several:
-        characters.add("\n")  # ends documents of characters
-    tokenizer = choose_tokenizer(characters, train_length)
+    tokenizer = choose_tokenizer(characters | {"\n"} if has_several else characters, train_length)
+    # A line break marks the end of a document if there are none within documents.
+    marks_end = has_several and tokenizer.document_end not in characters
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     meta: dict[str, Any] = {
         "dtype": dtype.name,
-        "end_of_text": tokenizer.document_end if has_several else tokenizer.end_of_text,
+        "end_of_text": tokenizer.document_end if marks_end else tokenizer.end_of_text,
         "text_sha256": digest.hexdigest(),
         "train_split": train_split,
         "source": source,

@@ -26,7 +26,7 @@ class CharTokenizer:
     Attributes:
         vocabulary: the characters in the order of their tokens
         vocab_size: number of tokens
-        end_of_text: what ends a document; None: the training text is one document
+        end_of_text: what ends documents and nothing else; None: there is no such token in the training text
         document_end: what ends a document in a text of several
         default_prompt: what a sample continues
     """
@@ -177,6 +177,8 @@ def read_tokenizer(path: str, end_of_text: str | None = None) -> Tokenizer:
     if end_of_text is None and fs.exists(config):
         eos_token = json.loads(fs.cat_file(config)).get("eos_token")
         end_of_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
+    if end_of_text is not None and end_of_text not in vocabulary:
+        raise UserError(f"{path}: {end_of_text}, the end of a document, is no token of it; name one by --end_of_text")
     return parse_tokenizer(text, end_of_text)
 
 

@@ -80,11 +80,16 @@ def ends_of(folder: Path, **keys: object) -> tuple[str, str | None]:
     return corpus.tokenizer.decode(np.concatenate([corpus.training, corpus.validation])), corpus.tokenizer.end_of_text
 
 
-def test_a_document_ends_with_the_token_of_the_tokenizer_or_with_a_line_break(tmp_path: Path) -> None:
+def test_a_document_ends_with_the_token_of_the_tokenizer_or_with_a_line_break(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     text = tmp_path / "a.jsonl"
     prepare_text(text, tmp_path / "char", "char")
-    assert ends_of(tmp_path / "char") == ("".join(f"{document}\n" for document in DOCUMENTS), "\n")
+    assert ends_of(tmp_path / "char") == ("".join(f"{document}\n" for document in DOCUMENTS), None)  # one has a \n
+    (tmp_path / "names.jsonl").write_text('{"text": "anna"}\n{"text": "bob"}\n')
+    prepare_text(tmp_path / "names.jsonl", tmp_path / "names", "char", "--train_split", "0.5")
+    assert ends_of(tmp_path / "names") == ("anna\nbob\n", "\n")
     meta = json.loads((tmp_path / "char/meta.json").read_text())
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == len("".join(DOCUMENTS).encode())
 
@@ -95,6 +100,8 @@ def test_a_document_ends_with_the_token_of_the_tokenizer_or_with_a_line_break(tm
     (tmp_path / "tokenizer.json").write_text(content.replace("<|endoftext|>", "[END]"))
     argv = [str(text), "--out", str(tmp_path / "none"), "--tokenizer", str(tmp_path / "tokenizer.json")]
     assert run_program(prepare.run, argv) == 2
+    assert run_program(prepare.run, [*argv, "--end_of_text", "[EOS]"]) == 2
+    assert "[EOS], the end of a document, is no token of it" in capfd.readouterr().err
     prepare_text(text, tmp_path / "option", str(tmp_path / "tokenizer.json"), "--end_of_text", "[END]")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[END]"}}')
     prepare_text(text, tmp_path / "config", str(tmp_path))

@@ -55,6 +55,17 @@ def test_a_start_before_the_first_snapshot_reads_the_text_again(text: Path, tmp_
     assert_same_run(whole, run)
 
 
+def test_a_start_before_the_first_snapshot_without_the_text_deletes_nothing(text: Path, tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run", text, trainer__max_steps=2)
+    shutil.rmtree(run / "snapshots")
+    text.unlink()
+    argvs = [run_args(run, text, trainer__max_steps=2)]
+    [[(status, _, err)]] = run_ranks(1, run_each_captured, argvs, tmp_path=tmp_path)
+    assert status == 2
+    assert_one_message(err, f"data.path: {text} can't be read: FileNotFoundError")
+    assert (run / "data/train.bin").exists()
+
+
 def test_tokens_that_are_lost_are_written_again_with_the_tokenizer_of_the_snapshot(text: Path, tmp_path: Path) -> None:
     whole = train_run(tmp_path / "whole", text, trainer__max_steps=4)
     run = train_run(tmp_path / "run", text, trainer__max_steps=2)
