@@ -34,7 +34,6 @@ from mingpt.start import adopt_snapshot, build_model, code_digests, initial_weig
 from mingpt.system.device import device_kind, gpu_metrics
 from mingpt.system.run_lock import RunLock
 from mingpt.system.signals import EXIT_STATUS, SignalHandler
-from mingpt.text.tokenizer import snapshot_entries
 
 
 class StepResult(NamedTuple):
@@ -281,10 +280,9 @@ class Trainer:
             "format": FORMAT_VERSION,
             **asdict(self.progress),
             "config": config_to_dict(self.config),
-            **snapshot_entries(self.corpus.tokenizer),
             "choices": self.numerics.choices,
             "learning_rate": learning_rate(self.progress.step, self.last_step, self.config.optimizer),
-            **self.corpus.identity,
+            **self.corpus.entries,
             "code": code_digests(),
             "scaler": self.strategy.scaler.state_dict(),
             "param_groups": self.strategy.changed_groups(),

@@ -160,8 +160,8 @@ def load_corpus(
                 f"data.path: {folder} has the tokens of another tokenizer than this run or trainer.init_from; write it "
                 f"with the same tokenizer.json, leave trainer.init_from out, or {NEW_RUN}"
             )
-    identity = {"the text's SHA-256": corpus.identity["text_sha256"], "train_split": corpus.identity["train_split"]}
-    identity["the tokenizer's SHA-256"] = hashlib.sha256(corpus.tokenizer.to_json().encode()).hexdigest()
+    identity = {"the text's SHA-256": corpus.entries["text_sha256"], "train_split": corpus.entries["train_split"]}
+    identity["the tokenizer's SHA-256"] = hashlib.sha256(corpus.entries["tokenizer"].encode()).hexdigest()
     check_equal(
         context, identity, advice="use the same text everywhere, and delete `data` in the run folder that had another"
     )
@@ -191,7 +191,7 @@ def initial_weights(config: Config, context: DistributedContext, model: GPT, cor
                 return model.state_dict()
             pretrained = load_pretrained(path, "trainer.init_from")
             then = pretrained.snapshot
-            now = corpus.identity
+            now = corpus.entries
             is_same_text = then.get("text_sha256", "") == now["text_sha256"]
             if is_same_text and then["train_split"] != now["train_split"]:
                 logger.warning(f"{path} has trained on another part of the text, maybe on what is for validation here")

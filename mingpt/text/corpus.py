@@ -16,7 +16,7 @@ from mingpt.monitoring.logging import logger
 from mingpt.text.documents import Texts
 from mingpt.text.files import find_files, readable
 from mingpt.text.prepare import prepare
-from mingpt.text.tokenizer import Tokenizer, parse_tokenizer, read_tokenizer
+from mingpt.text.tokenizer import Tokenizer, parse_tokenizer, read_tokenizer, snapshot_entries
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Corpus:
     Attributes:
         tokenizer: `CharTokenizer` or `JSONTokenizer`
         validation_bytes: length of the validation text in UTF-8; nan: unknown
-        identity: entries of snapshots that identify the text and its training part
+        entries: what snapshots contain of it: the tokenizer, and what identifies the text and its training part
     """
 
     tokenizer: Tokenizer
     training: np.ndarray
     validation: np.ndarray
     validation_bytes: float
-    identity: dict[str, Any]
+    entries: dict[str, Any]
 
     def bits_per_byte(self, loss: float) -> float:
         """Converts the mean loss of the validation tokens from nats per token to bits per byte of their text.
@@ -117,7 +117,7 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
                 f"data.path: {folder}/{part}.bin has {len(tokens)} tokens, but {expected} according to meta.json; copy "
                 "or write it again"
             )
-    identity = {name: meta.get(name) for name in ("text_sha256", "train_split")}
+    entries = {name: meta.get(name) for name in ("text_sha256", "train_split")} | snapshot_entries(tokenizer)
     size = meta["val"]["bytes"] if "val" in meta else math.nan
     training = parts["train"]
     if config.truncate is not None:
@@ -129,4 +129,4 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
                 f"+ 1 = {config.block_size + 1}; lower data.block_size, use more text, or split it in another way "
                 f"(data.train_split is {config.train_split}; data/prepare.py has --train_split)"
             )
-    return Corpus(tokenizer, training, parts["val"], size, identity)
+    return Corpus(tokenizer, training, parts["val"], size, entries)

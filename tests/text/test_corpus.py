@@ -54,7 +54,7 @@ def test_tokens_are_indices_into_the_sorted_vocabulary_which_rebuilds_the_tokeni
         assert tokens.tolist() == [vocabulary.index(character) for character in text]
         assert tokens.tolist() == rebuilt.encode(text, "prompt").tolist()
         assert rebuilt.decode(tokens) == text
-        assert encoded.identity["text_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+        assert encoded.entries["text_sha256"] == hashlib.sha256(text.encode()).hexdigest()
         assert encoded.validation_bytes == len(text[len(encoded.training) :].encode())
         bits = encoded.bits_per_byte(math.log(2))  # a bit per token
         assert bits == pytest.approx(len(encoded.validation) / encoded.validation_bytes)
