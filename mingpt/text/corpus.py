@@ -95,6 +95,9 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
     Raises:
         UserError: a file can't be used, or a part is shorter than a window and its last target.
     """
+    for path in (folder.parent, folder):
+        with suppress(OSError):
+            os.listdir(path)  # refreshes an NFS client's cache; rank 0 may have just written the files
     if not (folder / "tokenizer.json").exists():
         raise UserError(
             f"data.path: {folder}/tokenizer.json is missing; copy the one that wrote train.bin. nanoGPT uses GPT-2's "
