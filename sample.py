@@ -29,6 +29,7 @@ from mingpt.system.threads import choose_threads
 from mingpt.system.torch_versions import check_torch
 from mingpt.text.corpus import is_token_folder, open_folder
 from mingpt.text.documents import Texts
+from mingpt.text.files import find_files
 from mingpt.text.prepare import encode_pieces
 from mingpt.text.tokenizer import stream_text
 from model import GPT
@@ -87,7 +88,9 @@ def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[np.ndarr
         if corpus.tokenizer.vocabulary != tokenizer.vocabulary:
             raise UserError(f"--evaluate: {path} has the tokens of another tokenizer than the snapshot; name its text")
         return corpus.validation, corpus.validation_bytes
-    encoded = list(encode_pieces(Texts([path], "--evaluate", field).pieces(), tokenizer, "--evaluate"))
+    encoded = list(
+        encode_pieces(Texts(find_files(path, "--evaluate"), "--evaluate", field).pieces(), tokenizer, "--evaluate")
+    )
     length = sum(len(tokens) for _, tokens in encoded)
     if length < 2:
         raise UserError(f"--evaluate: the text has {length} tokens, but needs 2, since the second is a target")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # Python looks for modules i
 from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.text.documents import Texts
-from mingpt.text.files import readable
+from mingpt.text.files import find_files, readable
 from mingpt.text.prepare import prepare, split_at
 from mingpt.text.tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, Tokenizer, read_tokenizer
 
@@ -93,7 +93,8 @@ def run(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if (args.out / "train.bin").exists():
         raise UserError(f"--out: {args.out} has a train.bin already; name another folder")
-    texts = Texts(args.texts, "TEXT", args.field)
+    files = [file for path in args.texts for file in find_files(path, "TEXT")]
+    texts = Texts(files, "TEXT", args.field)
     try:
         meta = prepare(texts, args.out, args.train_split, partial(find_tokenizer, args, texts))
     except OSError as error:

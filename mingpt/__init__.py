@@ -2,7 +2,7 @@
 
 import sys
 
-__version__ = "1.0.0"  # like that of pyproject.toml
+__version__ = "1.0.0"  # as in pyproject.toml
 
 if sys.platform == "win32":
     sys.exit("error: these programs run on Linux and macOS; on Windows, use WSL")

@@ -130,7 +130,7 @@ def adopt_snapshot(
 def load_corpus(
     config: Config, context: DistributedContext, tokenizer: Tokenizer, is_new: bool, is_writer: bool
 ) -> Corpus:
-    """Returns the tokens of the training and the validation text. The first start of a run writes those of a text.
+    """Opens the tokens of the training and the validation text. For a text, the first start of a run writes them.
 
     Args:
         tokenizer: of the run or of trainer.init_from; a folder must have the same one

@@ -59,7 +59,7 @@ def byte_pair_tokenizer(text: str, size: int) -> JSONTokenizer:
 
 
 def hub_form(tokenizer: JSONTokenizer) -> str:
-    """Returns a tokenizer.json like that of GPT-2 on the hub, without the model's type and with merges as strings.
+    """Returns a tokenizer.json in the form of GPT-2's on the hub: its model has no type, and merges are strings.
 
     A template, which GPT-2 does not have, adds a token to each text.
     """

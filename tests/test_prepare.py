@@ -20,6 +20,7 @@ from data import prepare
 from mingpt.program import run_program as exit_status_of
 from mingpt.text import prepare as library
 from mingpt.text.documents import Texts
+from mingpt.text.files import find_files
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
 from tests.helpers import ROOT, clean_env
 from tests.inside import assert_one_message, byte_pair_tokenizer, prepare_text
@@ -197,5 +198,7 @@ def test_a_large_vocabulary_has_tokens_of_32_bits(tmp_path: Path) -> None:
     assert isinstance(tokenizer, JSONTokenizer)
     for vocab_size, dtype in ((1 << 16, "uint16"), (1 + (1 << 16), "uint32")):
         tokenizer.vocab_size = vocab_size
-        meta = library.prepare(Texts([str(text)], "TEXT"), tmp_path / dtype, 0.5, lambda *_: tokenizer)
+        meta = library.prepare(
+            Texts(find_files(str(text), "TEXT"), "TEXT"), tmp_path / dtype, 0.5, lambda *_: tokenizer
+        )
         assert meta["dtype"] == dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.core import OpenFile
 
 from mingpt.config.schema import DataConfig
 from mingpt.errors import UserError
@@ -65,8 +66,9 @@ def write_run_tokens(config: DataConfig, folder: Path, tokenizer: Tokenizer, is_
         (folder / "train.bin").unlink(missing_ok=True)  # the text has been read once
         return tokenizer.extended(characters) if is_new else tokenizer
 
-    source = {"path": config.path, "files": _stamps(config.path)}
-    prepare(Texts([config.path], "data.path", config.field), folder, config.train_split, choose_tokenizer, source)
+    files = find_files(config.path, "data.path")
+    source = {"path": config.path, "files": _stamps(files)}
+    prepare(Texts(files, "data.path", config.field), folder, config.train_split, choose_tokenizer, source)
 
 
 def _check_source(path: str, folder: Path) -> None:
@@ -79,13 +81,13 @@ def _check_source(path: str, folder: Path) -> None:
             "text, or set another trainer.run_dir"
         )
     with suppress(UserError):  # it is gone
-        if _stamps(path) != source["files"]:
+        if _stamps(find_files(path, "data.path")) != source["files"]:
             logger.warning(f"data.path: {path} has changed; this run keeps its tokens in {folder}")
 
 
-def _stamps(path: str) -> list[list[Any]]:
-    """Returns name, size and modification time of the files of a text."""
-    infos = [file.fs.info(file.path) for file in find_files(path, "data.path")]
+def _stamps(files: list[OpenFile]) -> list[list[Any]]:
+    """Returns name, size and modification time of each file."""
+    infos = [file.fs.info(file.path) for file in files]
     return [[info["name"], info["size"], str(info.get("mtime"))] for info in infos]
 
 
@@ -106,9 +108,11 @@ def open_folder(folder: Path, config: DataConfig) -> Corpus:
     with readable(str(folder), "data.path"):
         meta_file = folder / "meta.json"
         meta = json.loads(meta_file.read_text()) if meta_file.exists() else {}
-        tokenizer = read_tokenizer(str(folder))
         if meta:
-            tokenizer = parse_tokenizer(tokenizer.to_json(), meta["end_of_text"])
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            tokenizer = parse_tokenizer(text, meta["end_of_text"])
+        else:
+            tokenizer = read_tokenizer(str(folder))
         dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
         parts: dict[str, np.ndarray] = {
             part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")

@@ -11,7 +11,7 @@ from typing import Any
 from fsspec.core import OpenFile
 
 from mingpt.errors import UserError
-from mingpt.text.files import find_files, readable
+from mingpt.text.files import readable
 
 PIECE_SIZE = 1 << 14  # characters of a long document that are encoded at once
 PARQUET_BLOCK = 1 << 22  # bytes of a request to a server; a stream could not be read from its end
@@ -22,17 +22,17 @@ LAST_WORD = re.compile(r"(?s).*\S(?=\s\S)")  # up to the last word that is follo
 
 @dataclass(frozen=True)
 class Texts:
-    """The documents of files, which each use reads again.
+    """The documents of files. Each call of `pieces` reads the files.
 
     A file of text is one document. Files of JSON lines and .parquet files have one in a field of each line or row.
 
     Attributes:
-        paths: files, patterns or fsspec URLs
-        key: key or option of the paths, for messages
+        files: of `find_files`
+        key: key or option of their paths, for messages
         field: the field of lines and rows
     """
 
-    paths: Sequence[str]
+    files: Sequence[OpenFile]
     key: str
     field: str = "text"
 
@@ -42,9 +42,8 @@ class Texts:
         Raises:
             UserError: a file can't be read, is no text, or lacks the field.
         """
-        files = [file for path in self.paths for file in find_files(path, self.key)]
         number = 0
-        for file in files:
+        for file in self.files:
             with readable(file.path, self.key):
                 for document in self._documents(file):
                     if number == 1:

@@ -32,7 +32,7 @@ def split_at(pieces: Iterable[str], position: int) -> Iterator[str]:
 
 
 def encode_pieces(pieces: Iterable[str], tokenizer: Tokenizer, key: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each piece of a text and its tokens. Warns if those of the first piece are another text's.
+    """Yields each piece of a text and its tokens. Warns if the tokens of the first piece decode to another text.
 
     Args:
         key: key or option of the text, for messages

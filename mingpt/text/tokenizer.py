@@ -89,7 +89,7 @@ class CharTokenizer:
 class JSONTokenizer:
     """The tokenizer of a tokenizer.json, like GPT-2's, in Hugging Face's tokenizers. It adds no tokens to a text.
 
-    Its attributes and methods are those of CharTokenizer; `vocabulary` is a list of the strings of the tokens.
+    It has the attributes and methods of CharTokenizer, except that `vocabulary` is a list of strings.
 
     Raises:
         ImportError: tokenizers is not installed.
@@ -171,15 +171,15 @@ def read_tokenizer(path: str, end_of_text: str | None = None) -> Tokenizer:
     if fs.isdir(name):
         name = f"{name}/tokenizer.json"
     text = fs.cat_file(name).decode()
-    vocabulary = parse_tokenizer(text).vocabulary
-    end_of_text = end_of_text or next((token for token in END_OF_TEXT if token in vocabulary), None)
+    end_of_text = end_of_text or next((token for token in END_OF_TEXT if json.dumps(token) in text), None)
     config = f"{name.rpartition('/')[0]}/tokenizer_config.json"
     if end_of_text is None and fs.exists(config):
         eos_token = json.loads(fs.cat_file(config)).get("eos_token")
         end_of_text = eos_token["content"] if isinstance(eos_token, dict) else eos_token
-    if end_of_text is not None and end_of_text not in vocabulary:
+    tokenizer = parse_tokenizer(text, end_of_text)
+    if end_of_text is not None and end_of_text not in tokenizer.vocabulary:
         raise UserError(f"{path}: {end_of_text}, the end of a document, is no token of it; name one by --end_of_text")
-    return parse_tokenizer(text, end_of_text)
+    return tokenizer
 
 
 def restore_tokenizer(header: Mapping[str, Any]) -> Tokenizer:

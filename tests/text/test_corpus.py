@@ -25,7 +25,7 @@ from tests.inside import prepare_text
 
 
 def read(path: Path | str, vocabulary: str = "", block_size: int = 1, train_split: float = 0.5) -> Corpus:
-    """Returns the tokens that a new run on a text has, or those of a folder."""
+    """Returns the tokens of a new run on a text, or of a folder of token files."""
     data = DataConfig(path=str(path), block_size=block_size, train_split=train_split)
     if is_token_folder(str(path)):
         return open_folder(Path(path), data)

@@ -15,6 +15,7 @@ from mingpt.errors import UserError
 from mingpt.program import run_program
 from mingpt.text.corpus import open_folder
 from mingpt.text.documents import END_OF_DOCUMENT, Texts, cut
+from mingpt.text.files import find_files
 from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer, read_tokenizer
 from tests.inside import byte_pair_tokenizer, hub_form, prepare_text
 
@@ -24,7 +25,8 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
 def pieces_of(*paths: Path, field: str = "text") -> list[str]:
-    return list(Texts([*map(str, paths)], "TEXT", field).pieces())
+    files = [file for path in paths for file in find_files(str(path), "TEXT")]
+    return list(Texts(files, "TEXT", field).pieces())
 
 
 def as_pieces(documents: list[str]) -> list[str]:
