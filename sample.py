@@ -88,9 +88,8 @@ def read_tokens(pretrained: Pretrained, path: str, field: str) -> tuple[np.ndarr
         if corpus.tokenizer.vocabulary != tokenizer.vocabulary:
             raise UserError(f"--evaluate: {path} has the tokens of another tokenizer than the snapshot; name its text")
         return corpus.validation, corpus.validation_bytes
-    encoded = list(
-        encode_pieces(Texts(find_files(path, "--evaluate"), "--evaluate", field).pieces(), tokenizer, "--evaluate")
-    )
+    texts = Texts(find_files(path, "--evaluate"), "--evaluate", field)
+    encoded = list(encode_pieces(texts.pieces(), tokenizer, texts.key))
     length = sum(len(tokens) for _, tokens in encoded)
     if length < 2:
         raise UserError(f"--evaluate: the text has {length} tokens, but needs 2, since the second is a target")

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from data import prepare
+from mingpt.errors import UserError
 from mingpt.program import run_program as exit_status_of
 from mingpt.text import prepare as library
 from mingpt.text.documents import Texts
 from mingpt.text.files import find_files
-from mingpt.text.tokenizer import JSONTokenizer, parse_tokenizer
+from mingpt.text.tokenizer import CharTokenizer, JSONTokenizer, parse_tokenizer
 from tests.helpers import ROOT, clean_env
 from tests.inside import assert_one_message, byte_pair_tokenizer, prepare_text
 
@@ -202,3 +203,18 @@ def test_a_large_vocabulary_has_tokens_of_32_bits(tmp_path: Path) -> None:
             Texts(find_files(str(text), "TEXT"), "TEXT"), tmp_path / dtype, 0.5, lambda *_: tokenizer
         )
         assert meta["dtype"] == dtype
+
+
+def test_of_two_at_once_the_first_to_end_wins(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words")
+    texts = Texts(find_files(str(tmp_path / "text.txt"), "TEXT"), "TEXT")
+    out = tmp_path / "out"
+
+    def choose_tokenizer(characters: set[str], train_length: int) -> CharTokenizer:
+        prepare_text(tmp_path / "text.txt", out, "char", "--train_split", "0.5")  # the other one, meanwhile
+        return CharTokenizer().extended(characters)
+
+    with pytest.raises(UserError, match="has a train.bin, which another process has written"):
+        library.prepare(texts, out, 0.9, choose_tokenizer)
+    _, tokens, meta = read_folder(out)
+    assert (meta["train_split"], len(tokens["train"])) == (0.5, 5)
