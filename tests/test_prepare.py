@@ -214,7 +214,7 @@ def test_of_two_at_once_the_first_to_end_wins(tmp_path: Path) -> None:
         prepare_text(tmp_path / "text.txt", out, "char", "--train_split", "0.5")  # the other one, meanwhile
         return CharTokenizer().extended(characters)
 
-    with pytest.raises(UserError, match="has a train.bin, which another process has written"):
+    with pytest.raises(UserError, match=r"has a train\.bin, which another process has written"):
         library.prepare(texts, out, 0.9, choose_tokenizer)
     _, tokens, meta = read_folder(out)
     assert (meta["train_split"], len(tokens["train"])) == (0.5, 5)
